@@ -175,6 +175,51 @@ def test_an_unsupported_format_is_reported_once(world):
     assert ".csv" in only(world.look(prompt_data=world.folder / "p.csv"), "CFG05").finding
 
 
+@fault("REW01")
+def test_a_reward_that_lacks_a_variable_of_the_environment_is_not_blamed_on_labels(world):
+    (world.folder / "own.py").write_text("import os\n\n\ndef f(args, sample):\n    return os.environ['NO_SUCH']\n")
+    found = only(world.look(rm_type=None, custom_rm_path=f"{world.folder}/own.py:f"), "REW01")
+    assert "NO_SUCH" in found.finding
+    assert "label" not in found.cause + found.remedy
+
+
+@fault("TPL01")
+def test_prompts_whose_text_the_template_leaves_out(world):
+    def asked(role: str, count: int = 8) -> list[dict[str, object]]:
+        rows = []
+        for i in range(count):
+            messages = [{"role": role, "content": f"be brief {i}"}, {"role": "user", "content": f"{i}+1="}]
+            rows.append({"input": messages, "label": str(i)})
+        return rows
+
+    template = (
+        "{% for m in messages if m.role in ROLES %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    path = world.model / "chat_template.jinja"
+    path.write_text(template.replace("ROLES", "('user', 'system', 'assistant')"))
+    world.write(*asked("system"))
+    assert world.look(apply_chat_template=True) == []
+    world.write(*asked("developer"))
+    found = only(world.look(apply_chat_template=True), "TPL01", "warning")
+    assert names(found.finding, "8 messages", "'developer'")
+    path.write_text("{{ '<|im_start|>user\\n1+1=<|im_end|>' }}")
+    world.write(*({"input": f"{i}+1=", "label": str(i)} for i in range(8)))
+    found = only([each for each in world.look(apply_chat_template=True) if each.severity == "error"], "TPL01")
+    assert "7 prompts are rendered like another one" in found.finding
+
+
+@fault("TPL01")
+def test_messages_that_were_stored_as_text_of_python(world):
+    world.write(*({"input": str([{"role": "user", "content": f"{i}+1="}]), "label": str(i)} for i in range(8)))
+    assert "ast.literal_eval" in only(world.look(), "TPL01", "warning").remedy
+
+
+@fault("STOP01")
+def test_a_stop_text_that_the_shell_did_not_unescape(world):
+    assert "$'\\n'" in only(world.look(rollout_stop=["\\n"]), "STOP01", "warning").remedy
+    assert world.look(rollout_stop=["\n"]) == []
+
+
 def test_stop_ids_that_the_model_does_not_have(world):
     path, size = world.model / "config.json", 512
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": size}))

@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.core.event_loop import call_in_thread
 from furlong.core.sample import Sample
-from furlong.core.supervised_process import ProcessLimits, run_supervised
+from furlong.core.supervised_process import ProcessLimits, ending_of, run_supervised
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user, with_hook_errors
 from furlong.core.user_functions import accepted_keywords, load_function
 from furlong.core.user_modules import import_module_of
@@ -39,6 +40,8 @@ MODEL = "default"
 REMIND_S = 60.0  # without an application, after which the log says how to open a session
 
 logger = logging.getLogger(__name__)
+
+KILLED = {-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIGTERM}  # codes, as the shell has them
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -125,7 +128,8 @@ async def run_command(command: str, task: str, variables: Mapping[str, str], lim
     """Run a command, and return the last line of its stdout, decoded if JSON.
 
     It gets a temporary directory, which is deleted when it ends, and its processes are killed then.
-    Raises RolloutError if it exits with another code than 0 or exceeds a limit.
+    Raises RolloutError if it exits with another code than 0 or exceeds a limit, InfraError if a signal from outside
+    (the out-of-memory killer, a scheduler, a person) ends it.
     """
     folder = tempfile.mkdtemp(prefix="furlong-agent-")
     ended = await run_supervised(
@@ -136,6 +140,8 @@ async def run_command(command: str, task: str, variables: Mapping[str, str], lim
         limits=limits,
         deletes=folder,
     )
+    if ended.code in KILLED:
+        raise InfraError(f"--agent-command was {ending_of(ended.code, '')} from outside")
     if ended.code != 0:
         shown = ended.stderr.decode("utf-8", "replace")[-SHOWN_ERRORS:].strip()
         raise RolloutError(f"--agent-command ended ({ended.ending}): {shown or 'it wrote nothing to stderr'}")

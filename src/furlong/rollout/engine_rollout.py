@@ -114,6 +114,7 @@ class EngineRollout:
         self._pool = pool
         self._max_staleness, self._stale = flags.max_token_staleness, flags.stale_tokens
         self._restored: list[tuple[str, Group]] = []
+        self._has_kept = False  # a group of any rollout
 
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
         """Collect one rollout. Return None if the data cannot fill it; the groups so far are dropped and logged."""
@@ -287,7 +288,7 @@ class EngineRollout:
             state.failed.append(group)
             self._drop(state, group, "all_failed")
             size = self._batch_size
-            if len(state.failed) >= (max(FAILED_GROUPS, FAILED_BATCHES * size) if state.kept else max(size, 2)):
+            if len(state.failed) >= (max(FAILED_GROUPS, FAILED_BATCHES * size) if self._has_kept else max(size, 2)):
                 raise RolloutError(all_failed(state.rollout_id, state.failed).text())
             return
         state.failed.clear()
@@ -297,6 +298,7 @@ class EngineRollout:
             self._drop(state, group, "stale")
         elif decision.keep:
             self._ledger.generated(group, state.rollout_id)
+            self._has_kept = True
             state.kept.append(group)
             if pool is not None:
                 pool.ready.append(group)
@@ -469,7 +471,7 @@ def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
     return diagnosis(
         "HOOK01",
         finding,
-        cause="It fails for every prompt.",
+        cause="Each of these samples failed: the function or command, or what it needs (a server, memory, files).",
         remedy="fix what generates samples: --custom-generate-function-path, --agent-function-path, --agent-command or "
         "--environment",
     )

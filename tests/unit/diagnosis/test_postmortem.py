@@ -345,3 +345,12 @@ def test_an_error_that_nothing_explains_has_no_diagnosis(tmp_path: Path) -> None
     (folder / "logs").mkdir()
     (folder / "logs" / "engine-0.log").write_text("Connection refused\n")  # after the run had ended
     assert (examine(folder).diagnoses, examine(folder).is_healthy) == ([], False)
+
+
+def test_errors_of_user_code_in_samples_are_not_the_cause_of_a_killed_run(tmp_path: Path) -> None:
+    for error in ("MemoryError: no room in the cache", "OSError: [Errno 28] No space left on device"):
+        log = f"10:00:00 W furlong.rollout.generate: custom generate function failed (sample 3): {error}\n  own.py:3\n"
+        result = examine(run_folder(tmp_path / error[:5], START, log=log))
+        assert [d.id for d in result.diagnoses] == ["KILL01"]
+        result = examine(run_folder(tmp_path / f"own-{error[:5]}", START, log=f"{error}\n"))
+        assert len(result.diagnoses) == 2

@@ -11,9 +11,10 @@ import pytest
 
 from furlong.agent import policy
 from furlong.core.sample import Group, Sample, Status
-from furlong.errors import HookError
+from furlong.core.supervised_process import ProcessLimits
+from furlong.errors import HookError, InfraError, RolloutError
 from furlong.rollout import agents
-from furlong.rollout.agents import AgentHooks, hook_beside
+from furlong.rollout.agents import AgentHooks, hook_beside, run_command
 from furlong.rollout.metrics import rollout_metrics
 from scripted_episodes import play
 
@@ -126,3 +127,12 @@ def test_an_agent_that_fails_after_a_turn_is_scored_and_counted(monkeypatch: pyt
 def test_an_agent_that_fails_before_its_first_turn_fails_its_sample(monkeypatch: pytest.MonkeyPatch):
     (sample,) = play(failing(monkeypatch, 0), lambda _: "3", args=agent_args())
     assert sample.status is Status.FAILED
+
+
+def test_an_agent_that_a_signal_from_outside_ends_is_infrastructure():
+    for command in ("kill -9 $$", "sh -c 'kill -TERM $$'"):
+        with pytest.raises(InfraError, match="from outside"):
+            asyncio.run(run_command(command, "{}", {}, ProcessLimits()))
+    for command in ("exit 3", "kill -SEGV $$"):
+        with pytest.raises(RolloutError, match="--agent-command ended"):
+            asyncio.run(run_command(command, "{}", {}, ProcessLimits()))

@@ -461,3 +461,14 @@ def test_an_invalid_reward_of_a_generate_function_is_a_failure_with_its_reason()
     assert [sample.reward for sample in samples] == [1, None, None, 0.5]
     assert [sample.status is Status.FAILED for sample in samples] == [False, True, True, False]
     assert samples[1].outcome.reason == "the reward is str 'high'; return a finite number or a dict of them"
+
+
+def test_four_failures_after_good_rollouts_do_not_end_the_run():
+    class Flaky(LabelReward):
+        async def __call__(self, group):
+            if 8 <= group[0].group_index < 12:
+                return [Outcome.failed("killed") for _ in group]
+            return await super().__call__(group)
+
+    parts = rollout(ScriptedEngine(), ListSource(100), reward=Flaky())
+    assert all(produce(parts, number) is not None for number in range(6))

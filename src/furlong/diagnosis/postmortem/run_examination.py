@@ -37,6 +37,8 @@ Status = Literal["finished", "stopped", "failed", "killed", "running", "not star
 ENDS: Mapping[str, Status] = {"end": "finished", "failed": "failed", "stopped": "stopped"}
 TAIL_LINES = 12  # of a log, to show
 LAST_LINES = 60  # of the log of a killed run, to search
+# Records about samples, with the indented lines below: user code's own errors do not end a run.
+OF_SAMPLES = re.compile(r"^[^\n]* [WE] furlong\.(rollout|rewards)\b[^\n]*\n([ \t][^\n]*\n)*", re.MULTILINE)
 RECORDED = tuple(field.name for field in fields(Diagnosis))
 # Errors that the log of another process may explain.
 ENGINE_ERRORS = (EngineError, EngineTimeoutError, UnreachableError)
@@ -184,7 +186,8 @@ def _causes(run: RecordedRun, failure: Mapping[str, Any], *, status: Status) -> 
     facts = {"steps": run.last_step}
     if status == "killed":
         log = last_text(run.folder / RUN_LOG)
-        lines = log[max(log.rfind(f"furlong: {RUN_STARTS}"), 0) :].splitlines()[-LAST_LINES:]
+        log = OF_SAMPLES.sub("", log[max(log.rfind(f"furlong: {RUN_STARTS}"), 0) :])
+        lines = log.splitlines()[-LAST_LINES:]
         cause = find_cause(SIGNATURES, [LogText(RUN_LOG, "\n".join(lines), run.flags, facts)])
         return [each for each in (cause, killed(run)) if each is not None]
     own = LogText(EVENTS, f"{failure.get('error')}: {failure['message']}", run.flags, facts, failure)

@@ -213,7 +213,9 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
         "REW01",
         f"--custom-rm-path {path} failed in {len(failed)} of 2 calls; row {row} with {response} as the response: "
         f"{first.reason}",
-        cause="The function waits for something that does not answer." if is_slow else None,
+        cause="The function waits for something that does not answer."
+        if is_slow
+        else "The function raised it, or something that it calls.",
         remedy=remedy,
         severity="warning" if is_slow or len(failed) < len(samples) else None,
         evidence={"function": path, "row": row, "outcomes": [outcome.kind for outcome in outcomes]},

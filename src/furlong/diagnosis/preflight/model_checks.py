@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import re
@@ -33,6 +34,7 @@ from furlong.tools.template_test import (
 COMPLETE_MODEL = "use a complete Hugging Face model folder with --hf-checkpoint"
 SHOWN_CONVERSATIONS = 16
 ROUTERS = r"mlp\.gate\.weight"
+ESCAPED = re.compile(r"\\[nrt]")
 
 
 def model_folder(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -123,10 +125,11 @@ def of_another_family(context: PreflightContext) -> Iterator[Diagnosis]:
     if quoted and len(quoted) * 2 >= len(prompts):
         yield diagnosis(
             "TPL01",
-            f"{name}: {len(quoted)} of {len(prompts)} prompts are messages stored as JSON text (the first starts "
-            f"{quoted[0][:60]!r}); the model would read the JSON itself",
-            cause="The column was exported as text.",
-            remedy=f"convert them to lists with `jq -c '.{key} |= fromjson'`, and add --apply-chat-template",
+            f"{name}: {len(quoted)} of {len(prompts)} prompts are messages stored as text (the first starts "
+            f"{quoted[0][:60]!r}); the model would read that text itself",
+            cause="The column was exported as text, by json.dumps or str.",
+            remedy=f"convert them to lists with `jq -c '.{key} |= fromjson'` (text of Python's str: "
+            "`ast.literal_eval`), and add --apply-chat-template",
             severity="warning",
             evidence={"num_prompts": len(quoted)},
         )
@@ -135,10 +138,46 @@ def of_another_family(context: PreflightContext) -> Iterator[Diagnosis]:
 def _is_quoted_conversation(text: str) -> bool:
     if not text.lstrip().startswith("["):
         return False
-    try:
-        return message_problem(json.loads(text)) is None
-    except ValueError:
-        return False
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return message_problem(read(text)) is None
+        except (ValueError, SyntaxError):
+            continue
+    return False
+
+
+def lost_text(context: PreflightContext) -> Iterator[Diagnosis]:
+    """TPL01: messages whose text is not in the rendered prompt, or different messages with one rendering."""
+    template = _template(context)
+    if template is None or context.tokenizer is None:
+        return
+    lost: list[tuple[int, str]] = []
+    renderings: dict[str, str] = {}
+    same = 0
+    for number, prompt in enumerate(context.prompts_as_written):
+        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        try:
+            rendered = template.render(messages, prompt=True)
+        except TEMPLATE_ERRORS:  # data.rows reports rows that cannot be rendered
+            continue
+        same += renderings.setdefault(rendered, repr(messages)) != repr(messages)
+        for message in messages:
+            content = message.get("content")
+            is_kept = message["role"] != "assistant"  # answers may lose their thinking
+            if is_kept and isinstance(content, str) and content.strip() not in rendered:
+                lost.append((number, message["role"]))
+    if lost or same:
+        rows = f"the text of {len(lost)} messages (row {lost[0][0]}: role {lost[0][1]!r})" if lost else "what differs"
+        yield diagnosis(
+            "TPL01",
+            f"{context.config.data.prompt_data}: the chat template of {context.model_dir} leaves out {rows}"
+            + (f"; {same} prompts are rendered like another one" if same else ""),
+            cause="The template has no branch for this role or form of messages, or changes their text.",
+            remedy="use roles and forms that the template renders (`furlong template check`), or another template with "
+            "--chat-template-path",
+            severity="error" if same else "warning",
+            evidence={"num_lost": len(lost), "num_same": same},
+        )
 
 
 def rewritten_history(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -190,6 +229,19 @@ def end_of_turn(context: PreflightContext) -> Iterator[Diagnosis]:
             remedy="set --rollout-stop-token-ids N, or --rollout-stop TEXT",
             evidence={"folder": str(folder)},
         )
+
+
+def escaped_stops(context: PreflightContext) -> Iterator[Diagnosis]:
+    """STOP01: a --rollout-stop with a backslash and a letter, for which the shell has another notation."""
+    for text in context.config.rollout.rollout_stop or ():
+        if meant := ESCAPED.findall(text):
+            yield diagnosis(
+                "STOP01",
+                f"--rollout-stop {text!r} has a backslash and {meant[0][1]!r}: two characters, which end no line",
+                cause="A shell passes '\\n' as two characters.",
+                remedy="write --rollout-stop $'\\n' in bash, or a list of quoted texts in a YAML file",
+                severity="warning",
+            )
 
 
 def stop_ids(context: PreflightContext) -> Iterator[Diagnosis]:
@@ -260,8 +312,10 @@ CHECKS = (
     no_template,
     templated_twice,
     of_another_family,
+    lost_text,
     rewritten_history,
     end_of_turn,
+    escaped_stops,
     stop_ids,
     kept_routers,
     own_head,
