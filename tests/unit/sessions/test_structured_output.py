@@ -14,9 +14,11 @@ import torch
 
 from chat_zoo import TOOLS, Script, bpe_tokenizer
 from fakes_engine import tiny_engine, tiny_model
+from fakes_rollout import ScriptedEngine
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.http_server import running_server
-from furlong.interfaces import SamplingParams
+from furlong.interfaces import Completion, SamplingParams
+from furlong.rollout.policy import Policy
 from furlong.sessions.json_replies import JsonReply, read_format, read_tool_choice
 from furlong.sessions.open_session import OpenSession
 from furlong.sessions.served_model import served_routes
@@ -173,3 +175,17 @@ def test_forms_of_tool_choice_and_response_format():
     assert list(whole["$defs"]) == ["Item"]
     assert len(whole["anyOf"]) == 2
     assert reply.parse('{"name": "other", "arguments": {}}').calls == ()
+
+
+def test_a_reply_within_a_schema_starts_again_if_a_weight_update_aborts_it():
+    asked: list[list[int]] = []
+
+    class Aborting(ScriptedEngine):
+        async def generate(self, prompt: Any, params: SamplingParams, *, session: str | None = None) -> Completion:
+            asked.append(list(prompt))
+            reason = "abort" if len(asked) == 1 else "stop"
+            return Completion([7] * len(asked), [-0.5] * len(asked), [len(asked)] * len(asked), reason)
+
+    policy = Policy(Aborting(lambda prompt, params: [7]), None, "s", continues=lambda: True)
+    done = asyncio.run(policy.complete([1, 2], SamplingParams(json_schema="{}")))
+    assert (asked, done.tokens, done.versions) == ([[1, 2], [1, 2]], [7, 7], [2, 2])

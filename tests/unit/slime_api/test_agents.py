@@ -209,7 +209,7 @@ def test_a_sandbox_of_e2b_says_what_it_needs(monkeypatch):
     with pytest.raises(RolloutError, match="IMAGE_METADATA_KEY is not set"):
         asyncio.run(E2BAgentSandbox("img").__aenter__())
     monkeypatch.setitem(sys.modules, "e2b", None)
-    with pytest.raises(RolloutError, match=r"pip install .furlong\[e2b\]"):
+    with pytest.raises(RolloutError, match=r"pip install .furlong-rl\[e2b\]"):
         asyncio.run(E2BAgentSandbox("img", image_metadata_key="image").__aenter__())
 
 
