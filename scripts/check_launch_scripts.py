@@ -1,11 +1,12 @@
-"""Check which of slime's launch scripts run here unchanged: python scripts/check_launch_scripts.py SLIME_DIR.
+"""Check which launch scripts of slime or Miles run here unchanged: python scripts/check_launch_scripts.py CHECKOUT.
 
-For each script, prints what furlong's checks say about its training command with `--train-backend megatron --engine
-sglang` added. Files that the command names are replaced by small stand-ins, and GPUs are assumed; nothing is started.
+For each script, prints what furlong's checks say about its training command with `--engine sglang` added, and with
+`--train-backend megatron` unless it has a backend.
+Files that the command names are replaced by small stand-ins, and GPUs are assumed; nothing is started.
 Exit code 1 if a script is refused for another reason than those of `ON_PURPOSE`.
 
   --json        print JSON
-  --docs        write docs/guides/slime-scripts.md
+  --docs        write docs/guides/slime-scripts.md or docs/guides/miles-scripts.md
   --only TEXT   only scripts whose path contains TEXT
 """
 
@@ -29,8 +30,7 @@ from typing import Any
 from launch_commands import TrainingCommand, launch_scripts, training_commands
 from launch_standins import Flags, model_config, rewrite_paths, write_model, write_prompts
 
-ADDED = ("--train-backend", "megatron", "--engine", "sglang")
-HIDDEN = ("slime", "train.py", "train_async.py", ".git", "runs")  # of the checkout: furlong takes their place
+HIDDEN = ("slime", "miles", "train.py", "train_async.py", ".git", "runs")  # of the checkout: furlong takes their place
 LIMIT_S = 600
 WORKERS = 2
 
@@ -41,15 +41,28 @@ ON_PURPOSE = {
     "on-policy distillation": ("on-policy distillation", "on_policy_distillation"),
     "critic": ("there is no critic",),
     "multimodal": ("models are text-only",),
+    "LoRA": ("adapters (LoRA)",),
     "sizes that Megatron refuses too": ("training processes of a pipeline stage", "layers; use a divisor"),
 }
 WAITING = {
     "slime's imports": ("no module slime", "the module slime"),
     "model family": ("--train-backend megatron supports", "unknown to the installed transformers", "has none"),
 }
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "guides" / "slime-scripts.md"
-CODING_AGENT = TARGET.parents[2] / "examples" / "coding_agent"  # modules that coding_agent_rl imports
-REPOSITORY = "https://github.com/THUDM/slime/blob/624b824"
+GUIDES = Path(__file__).resolve().parent.parent / "docs" / "guides"
+CODING_AGENT = GUIDES.parents[1] / "examples" / "coding_agent"  # modules that coding_agent_rl imports
+REPOSITORIES = {
+    "slime": "https://github.com/THUDM/slime/blob/624b824",
+    "miles": "https://github.com/radixark/miles/blob/31f1ca9",
+}
+MILES_PAGE = """\
+# Miles's launch scripts
+
+<!-- Written by scripts/check_launch_scripts.py MILES_DIR --docs. Run it again instead of editing the table. -->
+
+Miles has {total} launch scripts at commit 31f1ca9 that start training: bash scripts, and Python launchers with their
+default arguments. With `--engine sglang` added, `--train-backend megatron` where the script has no backend, and paths
+of your own, {passed} of them pass furlong's checks, which [slime's launch scripts](slime-scripts.md) explains.
+The others are refused before anything starts: {reasons}."""
 PAGE = """\
 # slime's launch scripts
 
@@ -60,10 +73,12 @@ those of its examples. With `--train-backend megatron --engine sglang` added and
 pass furlong's checks (coding_agent_rl with `examples/coding_agent` of this repository on PYTHONPATH).
 The others are refused before anything starts: {reasons}.
 
-`python scripts/check_launch_scripts.py SLIME_DIR` prints the messages for any checkout of slime. It lets bash evaluate
-each script in a sandbox in which no command runs, replaces models and data by stand-ins with the script's architecture
-and columns, assumes GPUs, and runs the checks of `furlong doctor`. A pass means that flags, functions, model and data
-fit together, not that the script was trained at its size. Small versions of 18 scripts train in nightly tests.
+`python scripts/check_launch_scripts.py SLIME_DIR` prints the messages for any checkout of slime. It lets bash
+evaluate each script in a sandbox in which no command runs, replaces data by stand-ins with the script's columns, and
+models by stand-ins with the sizes that `scripts/published_models.json` has of the published config.json and, for
+models that are not listed there, with those of the script. It assumes GPUs, and runs the checks of `furlong doctor`.
+A pass means that flags, functions, model and data fit together, not that the script was trained at its size. Small
+versions of 18 scripts train in nightly tests.
 
 A flag in the last column is accepted, and the log has a line that says what happens instead (`--strict-flags` makes it
 an error)."""
@@ -106,8 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps([asdict(verdict) for verdict in verdicts], indent=1))
     elif options.docs:
-        TARGET.write_text("\n".join(page(verdicts)) + "\n", encoding="utf-8")
-        print(f"wrote {TARGET}")
+        origin = "miles" if (options.slime_dir / "miles").is_dir() else "slime"
+        target = GUIDES / f"{origin}-scripts.md"
+        target.write_text("\n".join(page(verdicts, origin)) + "\n", encoding="utf-8")
+        print(f"wrote {target}")
     else:
         print("\n".join(table(verdicts)))
     return int(any(verdict.status == "refused" for verdict in verdicts))
@@ -120,13 +137,18 @@ def check_all(slime_dir: Path, *, only: str = "") -> list[Verdict]:
     with tempfile.TemporaryDirectory() as folder:
         root = shadow(slime_dir, Path(folder) / "checkout")
         work = [(script.relative_to(slime_dir), Path(folder) / str(number)) for number, script in enumerate(scripts)]
-        commands = [training_commands(root / script, root, scratch) for script, scratch in work]
+        # launchers in Python need the modules of the checkout
+        places = {".sh": root, ".py": slime_dir}
+        commands = [
+            training_commands(places[script.suffix] / script, places[script.suffix], scratch)
+            for script, scratch in work
+        ]
         with ThreadPoolExecutor(WORKERS) as pool:
             return list(pool.map(lambda job: verdict_of(*job[0], job[1], root), zip(work, commands, strict=True)))
 
 
 def shadow(slime_dir: Path, folder: Path) -> Path:
-    """Copy the scripts of a checkout and link the rest, without slime itself."""
+    """Copy the scripts of a checkout and link the rest, without slime or Miles itself."""
     folder.mkdir()
     for entry in slime_dir.iterdir():
         if entry.name in HIDDEN:
@@ -151,7 +173,8 @@ def verdict_of(script: Path, scratch: Path, commands: Sequence[TrainingCommand],
     except KeyError as error:
         problem = f"no stand-in for the model {error}: add its family to scripts/launch_standins.py"
         return Verdict(str(script), "refused", "no stand-in", (problem,), tuple(notes), model)
-    request = {"words": [*words, *ADDED], "is_async": command.entry_point == "train_async.py"}
+    added = ["--engine", "sglang", *([] if "--train-backend" in words else ["--train-backend", "megatron"])]
+    request = {"words": [*words, *added], "is_async": command.entry_point == "train_async.py"}
     paths = [str((root / script).parent), str(root), str(CODING_AGENT)]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -252,7 +275,7 @@ class StandIns:
 
     def _settings(self, word: str, target: Path) -> str:
         """Copy a file of settings, with the paths in it replaced."""
-        inside = self._root / word.removeprefix("/root/slime/")
+        inside = self._root / re.sub(r"^/root/(slime|miles)/", "", word)
         source = inside if inside.is_file() else Path(word)
         if not source.is_file():
             return word
@@ -308,18 +331,19 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
     ]
 
 
-def page(verdicts: Sequence[Verdict]) -> list[str]:
+def page(verdicts: Sequence[Verdict], origin: str) -> list[str]:
     """Return the lines of the documentation's page."""
     counts = Counter(verdict.status for verdict in verdicts)
     refused = Counter(verdict.category for verdict in verdicts if verdict.status != "pass")
     reasons = ", ".join(f"{name} ({count})" for name, count in _by_number(refused))
-    lines = [*PAGE.format(total=len(verdicts), passed=counts["pass"], reasons=reasons).splitlines(), ""]
+    text = MILES_PAGE if origin == "miles" else PAGE
+    lines = [*text.format(total=len(verdicts), passed=counts["pass"], reasons=reasons).splitlines(), ""]
     lines += ["| script | model | here | flags without effect |", "|---|---|---|---|"]
     for verdict in verdicts:
         here = "passes" if verdict.status == "pass" else f"refused: {verdict.category}"
         notes = f"; {'; '.join(verdict.notes)}" if verdict.notes else ""
         ignored = ", ".join(f"`{flag}`" for flag in verdict.ignored)
-        link = f"[{verdict.script.partition('/')[2]}]({REPOSITORY}/{verdict.script})"
+        link = f"[{verdict.script.partition('/')[2]}]({REPOSITORIES[origin]}/{verdict.script})"
         lines.append(f"| {link} | {verdict.model} | {here}{notes} | {ignored} |")
     return lines
 

@@ -1,27 +1,32 @@
-"""Training commands of bash launch scripts: run a script in a sandbox in which nothing but bash itself starts.
+"""Training commands of launch scripts: run a script in a sandbox in which nothing but the script itself starts.
 
 bash evaluates arrays, arithmetic, defaults and sourced files as the script's author meant them. PATH contains a few
 harmless text tools; every other command succeeds without being run, and the one that starts `train.py` or
-`train_async.py` is recorded with its arguments.
+`train_async.py` is recorded with its arguments. The launchers of Miles in Python run with the modules of its checkout,
+but `exec_command`, which would start commands, only records.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 ENTRY_POINTS = ("train.py", "train_async.py")
 TOOLS = ("awk", "basename", "cat", "cut", "date", "dirname", "expr", "grep", "head", "sed", "seq", "tail", "tr", "wc")
+PYTHON_WORDS = ((), ("train",), ("full-train",))  # arguments to try; some launchers have subcommands
 TIME_LIMIT_S = 20
 MAX_FILE_BYTES = 1 << 20  # nothing that a script writes is needed
 CALLS_TRAINING = re.compile(r"\btrain(_async)?\.py\b")
+PYTHON_LAUNCH = re.compile(r"^(?!\s*def ).*\bexecute_train\(")
 _END, _REST = "\x01", "\x02"
 _REFERENCE = re.compile(r"\$(?:([A-Z]\w*)|\{([A-Z]\w*)(?::-)?\})")  # without a default, or with an empty one
 _ASSIGNED = re.compile(r"\b([A-Z]\w*)=(?!\"?\$\{\1:-\}\"?\s)|\bfor (\w+) in|printf -v (\w+)|\$\{([A-Z]\w*):-[^}]")
@@ -65,19 +70,21 @@ class TrainingCommand:
 
 
 def launch_scripts(slime_dir: Path) -> tuple[list[Path], list[Path]]:
-    """Return the launch scripts of a slime checkout, and other scripts that start training (tests, plugins).
+    """Return the launch scripts of slime or Miles, and other scripts that start training (tests, plugins).
 
-    Launch scripts are those below `scripts/` and `examples/` that call `train.py` or `train_async.py`; files of
-    `scripts/models` only define arrays, so they do not count.
+    Launch scripts are those below `scripts/` and `examples/` that call `train.py`, `train_async.py` or, in Python,
+    `execute_train`; files of `scripts/models` only define arrays, so they do not count.
     """
-    scripts = [path for path in sorted(slime_dir.rglob("*.sh")) if _calls_training(path)]
+    found = (path for kind in ("*.sh", "*.py") for path in slime_dir.rglob(kind))
+    scripts = [path for path in sorted(found) if path.is_file() and _calls_training(path)]
     launched = [path for path in scripts if path.relative_to(slime_dir).parts[0] in ("scripts", "examples")]
     return launched, [path for path in scripts if path not in launched]
 
 
 def _calls_training(path: Path) -> bool:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return any(CALLS_TRAINING.search(line) for line in lines if not line.lstrip().startswith("#"))
+    pattern = CALLS_TRAINING if path.suffix == ".sh" else PYTHON_LAUNCH
+    return any(pattern.search(line) for line in lines if not line.lstrip().startswith("#"))
 
 
 def training_commands(script: Path, root: Path, scratch: Path) -> list[TrainingCommand]:
@@ -93,6 +100,8 @@ def training_commands(script: Path, root: Path, scratch: Path) -> list[TrainingC
         target = shutil.which(name)
         if target is not None and not (tools / name).exists():
             (tools / name).symlink_to(target)
+    if script.suffix == ".py":
+        return _python_commands(script, root, scratch)
     (scratch / "prelude.sh").write_text(_PRELUDE, encoding="utf-8")
     reader, writer = os.pipe()
     environment = {
@@ -120,6 +129,47 @@ def training_commands(script: Path, root: Path, scratch: Path) -> list[TrainingC
         with os.fdopen(reader, "rb") as captured, timer:
             words = captured.read().decode().split("\0")[:-1]
     return _split(words)
+
+
+def _python_commands(script: Path, root: Path, scratch: Path) -> list[TrainingCommand]:
+    """Run a launcher in Python with read-only files and without network or other processes, by bubblewrap."""
+    (scratch / "record.py").write_text(_RECORDER, encoding="utf-8")
+    sandbox = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--unshare-all", "--die-with-parent"]
+    sandbox += ["--bind", str(scratch), str(scratch), "--chdir", str(root), "--clearenv"]
+    variables = {"PATH": "/usr/bin:/bin", "HOME": str(scratch), "TMPDIR": str(scratch), "PYTHONPATH": str(root)}
+    for name, value in {**variables, "PYTHONDONTWRITEBYTECODE": "1"}.items():
+        sandbox += ["--setenv", name, value]
+    for words in PYTHON_WORDS:
+        (scratch / "words").write_text("", encoding="utf-8")
+        command = [*sandbox, sys.executable, str(scratch / "record.py"), str(scratch / "words"), str(script), *words]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+        if recorded := (scratch / "words").read_text(encoding="utf-8"):
+            return _split(recorded.split("\0")[:-1])
+    return []
+
+
+# Writes the words of a training command into the file that is its first argument, and runs the launcher, the second.
+_RECORDER = """
+import runpy, shlex, sys, types
+from pathlib import Path
+import miles.utils.external_utils as package
+
+def run(command, capture_output=False, **options):
+    if "ray job submit" in command:
+        with open(WORDS, "a") as file:
+            file.write("\\0".join([*shlex.split(command), "\\1"]) + "\\0")
+    return "0"
+
+_, WORDS, script, *rest = sys.argv
+module = types.ModuleType("miles.utils.external_utils.exec_command")
+module.exec_command_cpu = module.exec_command_gpu = run
+module.exec_command_multi_node = lambda *words, **options: ["0"]
+package.exec_command = sys.modules[module.__name__] = module
+sys.argv = [script, *rest]
+sys.path.insert(0, str(Path(script).parent))
+runpy.run_path(script, run_name="__main__")
+"""
 
 
 class _Deadline:
@@ -169,7 +219,10 @@ def _split(words: Sequence[str]) -> list[TrainingCommand]:
                 commands[-1] = replace(commands[-1], words=(*commands[-1].words, *command[1:]), lacks_backslash=True)
             command = []
             continue
-        start = next(i for i, each in enumerate(command) if Path(each).name in ENTRY_POINTS)
+        start = next((i for i, each in enumerate(command) if Path(each).name in ENTRY_POINTS), None)
+        if start is None:
+            command = []
+            continue
         commands.append(TrainingCommand(Path(command[start]).name, tuple(command[start + 1 :])))
         command = []
     return commands

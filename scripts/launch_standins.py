@@ -1,7 +1,8 @@
 """Small stand-ins of the files that a launch command names: models, prompt files, evaluation sets.
 
-A model folder has the config.json of the published model as far as the architecture flags of the command determine it,
-weights of the real shapes in sparse files, and the tokenizer of the quickstart. Prompt files have the
+A model folder has a config.json with the sizes of the published model (`published_models.json`) and, for other models,
+those of the command's architecture flags. It has weights of the real shapes in sparse files, and the tokenizer of the
+quickstart. Prompt files have the
 rows of one rollout, with the columns that the command reads.
 """
 
@@ -26,6 +27,8 @@ from furlong.quantization.ignore_list import NEVER_QUANTIZED, is_ignored, module
 from furlong.quantization.scheme import format_of, quantization_settings
 from furlong.quickstart.quickstart import model_folder
 
+PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_models.json").read_text())
+SUFFIX = re.compile(r"-(instruct|fp8|int4|bf16)$", re.IGNORECASE)  # of variants with the same sizes
 Flags = Mapping[str, Sequence[str]]  # flag -> its words
 
 # What a published folder's name says about its config.json: pattern, model_type, and fields that no flag determines.
@@ -111,12 +114,25 @@ def family_of(name: str) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
+def published_sizes(name: str) -> dict[str, Any]:
+    """Return the sizes in the published config.json of a model by its folder's name; {} for other models."""
+    while name not in PUBLISHED and SUFFIX.search(name):
+        name = SUFFIX.sub("", name)
+    return dict(PUBLISHED.get(name, {}))
+
+
 def model_config(name: str, flags: Flags) -> dict[str, Any]:
-    """Return the config.json of a model by its name and architecture flags. Raises KeyError for an unknown name."""
+    """Return the config.json of a model by its name, and the architecture flags for what is not published here.
+
+    Raises KeyError for an unknown name, and for a model without sizes.
+    """
     known = family_of(name)
     if known is None:
         raise KeyError(name)
     family, extra = known
+    published = published_sizes(Path(name.rstrip("/")).name)
+    if not published and not flags.get("--num-layers"):
+        raise KeyError(name)
     config: dict[str, Any] = {
         "model_type": family,
         "rms_norm_eps": 1e-5,
@@ -126,6 +142,7 @@ def model_config(name: str, flags: Flags) -> dict[str, Any]:
         "tie_word_embeddings": "--untie-embeddings-and-output-weights" not in flags,
         **{field: kind(flags[flag][0]) for flag, (field, kind) in _FIELDS.items() if flags.get(flag)},
         **extra,
+        **published,
     }
     config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
     if "kv_lora_rank" not in config and flags.get("--kv-channels"):
@@ -140,6 +157,7 @@ def model_config(name: str, flags: Flags) -> dict[str, Any]:
     elif family == "qwen3_5_moe":
         del config["intermediate_size"]  # every layer has experts
     _add_experts(config, flags, family)
+    config |= published
     _add_rope(config, flags)
     for pattern, settings in QUANTIZED:
         if re.search(pattern, name, re.IGNORECASE):

@@ -19,6 +19,7 @@ from furlong.config.compat import FURLONG_NAMES, find_refusal
 from furlong.config.config_file import FlagValues, is_engine_option, read_config_file, values_from_mapping
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import looks_like_a_flag, many_from_equals, value_from_words, words_from_value
+from furlong.config.miles_flags import MILES_FLAGS, MilesFlag
 from furlong.config.named_parts import select_parts
 from furlong.config.passthrough import FIELDS, value_of
 from furlong.config.resolve import derive
@@ -175,6 +176,9 @@ def _read(
 
     selected = FlagValues()
     lines, selected.problems = select_parts(values, sources)
+    idle = [line for line in flags.lines if " has no effect: " in line] if values.get("strict_flags") else []
+    selected.problems += [Problem(f"{line}; remove it, or --strict-flags", NO_EFFECT) for line in idle]
+    lines += [line for line in flags.lines if line not in idle]
     explicit = config_from_values(values)
     derived = derive(explicit, frozenset(values))
     sources.update({name: f"derived: {why}" for name, (_, why) in derived.items()})
@@ -204,6 +208,8 @@ def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> tuple[FlagValue
             _read_flag(read, spec, words, text if equals else None)
         elif name in negated:
             read.values[negated[name].field] = False
+        elif (flag := MILES_FLAGS.get(name)) is not None:
+            words[:0] = _translated(read, name, flag, [text] if equals else _take_values(words, len(words)))
         elif is_engine_option(name):
             option_words = [text] if equals else _take_values(words, len(words))
             read.set_option(name, name, partial(value_of, words=option_words))
@@ -213,6 +219,17 @@ def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> tuple[FlagValue
         else:
             read.problems.append(f"unexpected word {word!r}: no flag before it accepts it; remove it or quote it")
     return read, paths
+
+
+def _translated(read: FlagValues, name: str, flag: MilesFlag, given: list[str]) -> list[str]:
+    """Return the words that stand for a flag of Miles, and note it for the log."""
+    try:
+        words, line = flag.translated(name, given)
+    except ValueError as error:
+        read.problems.append(Problem(str(error), NO_EFFECT))
+        return []
+    read.lines.append(line)
+    return words
 
 
 def _take_values(words: list[str], most: int) -> list[str]:

@@ -78,8 +78,6 @@ SLIME: tuple[Refusal, ...] = (
         ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
          "the learning rate follows from the flags of this start and the step of the checkpoint", _OMIT),
         ("--use-mcore-models", "Megatron-core's models are the only ones", _OMIT),
-        ("--use-flash-attn", "Megatron-LM has renamed it", "use --attention-backend flash"),
-        ("--qkv-format", "micro-batches are always packed (thd)", _OMIT),
         ("--cross-entropy-loss-fusion", "the loss never keeps the logits of the whole batch", _OMIT),
         ("--use-cpu-initialization", "weights are loaded, not initialized", _OMIT),
         ("--moe-router-force-load-balancing", "it would train a different model than the engine runs", _OMIT),
@@ -126,21 +124,13 @@ VALUES = {
 MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
     *_rows(
         "refused",
-        ("--fully-async --max-weight-staleness --async-max-concurrent-samples --async-data-buffer-capacity-factor "
+        ("--async-max-concurrent-samples --async-data-buffer-capacity-factor "
          "--async-unused-samples-handler --custom-async-data-buffer-path",
          "the number of rollouts in flight bounds the staleness",
          "use --async-buffer-size ROLLOUTS, or run train_async.py"),
-        ("--pause-generation-mode", "furlong uses another name",
-         "use --pause-mode hold for in_place, and abort for abort"),
-        ("--gradient-checkpointing", "furlong uses slime's name", "use --recompute-activations"),
-        ("--update-weight-transfer-mode", "furlong uses slime's names",
-         "use --update-weight-transport, and --update-weight-mode delta for disk-delta"),
         ("--rollout-external", "the addresses imply it", "remove it, and give --rollout-external-engine-addrs"),
-        ("--warmup-ratio", "furlong uses Megatron's name", "use --lr-warmup-fraction"),
         ("--fsdp-cpu-offload --fsdp-cpu-backend --fsdp-state-dict-cpu-offload", "furlong uses another name",
          "use --offload-optimizer-states to save memory"),
-        ("--keep-fp32-master", "master weights are always float32 with --bf16", _OMIT),
-        ("--attn-implementation", "the attention kernel follows from device and dtype", _OMIT),
         ("--check-weight-update-selector --check-weight-update-skip-list --check-weight-update-allow-quant-error",
          "every weight update verifies all tensors by checksum", _OMIT),
         ("--use-miles-router --miles-router-*", "the router is sglang-router", "use --sglang-router-strategy"),
@@ -152,13 +142,9 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
         ("--dumper-*", "batches are dumped and tensors are hashed",
          "use --save-debug-train-data, --debug-determinism"),
         ("--ci-*", "checks of the program are its tests, not flags of a run", "read metrics.jsonl of the run"),
-        ("--custom-agent-function-path", "furlong uses another name", "use --agent-function-path"),
         ("--generate-max-turns --generate-tool-* --generate-execute-tool-function-path",
          "an agent has its own loop and tools", "write it for --agent-function-path"),
-        ("--use-session-server --session-message-matcher --session-server-ip --session-server-instances --tito-model",
-         "every agent has a session, and templates are tested when a run starts",
-         "remove it; see --session-match and --session-history"),
-        ("--use-miles-dashboard --dashboard-* --use-prometheus --prometheus-*",
+        ("--dashboard-* --prometheus-*",
          "trackers are metrics.jsonl, TensorBoard, W&B, Trackio, MLflow and SwanLab",
          "add a tracker (docs/reference/metrics.md)"),
         ("--mlflow-experiment-name --mlflow-run-name", "furlong uses other names", "use --tracker-project, --run-name"),
@@ -169,7 +155,6 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
         "not-yet",
         ("--lora-* --multi-lora-* --target-modules --exclude-modules --experts-shared-outer-loras "
          "--check-lora-weight-equal", "adapters (LoRA) are not implemented", "remove it: all weights are trained"),
-        ("--max-seq-len", "an episode is limited by the context", "use --rollout-max-context-len"),
         ("--true-on-policy-* --batch-invariant-mode --recompute-logprobs-via-prefill",
          "trainer and engine use different kernels", "correct the difference with --use-tis"),
         ("--eval-num-gpus* --eval-sglang-* --eval-hf-dir --eval-keep-snapshots --eval-max-in-flight "
@@ -180,12 +165,12 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
          "use --use-fault-tolerance for engines, and --save with --load"),
         ("--offload-train-target --offload-train-disk-* --offload-rollout-level --stream-optimizer-state-* "
          "--rematerialize-param-from-master-weight --check-rematerialize-param-from-master-weight "
-         "--low-memory-resume --train-memory-margin-bytes", "state is offloaded to host memory only",
+         "--low-memory-resume", "state is offloaded to host memory only",
          "use --offload-train, --offload-rollout"),
         ("--use-indexer-replay --use-rollout-indexer-replay --miles-dsa-* --dsa-attention-backend",
          "sparse-attention indexers are not implemented", _OMIT),
         ("--opd-*", "on-policy distillation is not implemented", _OMIT),
-        ("--p2p-transfer-* --object-store-backend --mooncake-* --rollout-submission-granularity "
+        ("--p2p-transfer-* --object-store-backend --mooncake-* "
          "--pin-rollout-manager-to-head --delay-split-train-data-by-dp --debug-skip-weight-update "
          "--debug-disable-optimizer --debug-deterministic-collective", "furlong has no such component", _OMIT)
     ),

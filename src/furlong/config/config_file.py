@@ -14,6 +14,7 @@ from furlong.catalogue import NO_EFFECT, Problem
 from furlong.config.compat import FURLONG_NAMES, find_refusal
 from furlong.config.flag_spec import FlagSpec
 from furlong.config.flag_values import value_from_yaml
+from furlong.config.miles_flags import MILES_FLAGS
 from furlong.config.passthrough import EngineOption, add_option, program_of, value_in_file
 from furlong.core.text import did_you_mean, shortened
 from furlong.errors import ConfigError
@@ -23,7 +24,7 @@ MOST_BYTES = 4 << 20
 
 @dataclass
 class FlagValues:
-    """Values by field name from one source, problems, and the flags that the problems concern.
+    """Values by field name from one source, problems, the flags that these concern, and lines for the log.
 
     `is_unread` is True for a file that could not be read at all, so that its values are unknown.
     """
@@ -31,6 +32,7 @@ class FlagValues:
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     problems: list[str] = field(default_factory=list[str])
     wrong_flags: list[str] = field(default_factory=list[str])
+    lines: list[str] = field(default_factory=list[str])
     is_unread: bool = False
 
     def refuse(self, flag: str, problem: str) -> None:
@@ -106,6 +108,9 @@ def _canonical(key: str) -> str:
 
 
 def _refuse_unknown(read: FlagValues, path: str, shown: str, flag: str, by_key: Mapping[str, FlagSpec]) -> None:
+    if flag in MILES_FLAGS:
+        read.problems.append(f"{path}: {shown} is a flag of Miles; give it on the command line, where it is translated")
+        return
     if (refusal := find_refusal(flag)) is not None:
         read.problems.append(Problem(f"{path}: {refusal.message(shown)}", NO_EFFECT))
         return

@@ -1,4 +1,4 @@
-"""Paths of slime's own functions as values of flags: they select furlong's parts instead of user code."""
+"""Paths of slime's and Miles's own functions as values of flags: they select furlong's parts instead of user code."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 GENERATION = "slime.rollout.sglang_rollout.generate_rollout"
 DEMONSTRATIONS = "slime.rollout.sft_rollout.generate_rollout"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+AGENTIC = "slime.rollout.generate_hub.agentic_tool_call.generate"  # of Miles, for --agent-function-path
 ROLLOUTS_AHEAD = 2  # of FULLY_ASYNC
 
 # Values that name what the run does without the flag.
 DEFAULTS = {
     "rollout_function_path": (GENERATION,),
     "eval_function_path": (GENERATION,),
-    "custom_generate_function_path": ("slime.rollout.sglang_rollout.generate",),
+    "custom_generate_function_path": ("slime.rollout.sglang_rollout.generate", AGENTIC),
     "data_source_path": (
         "slime.rollout.data_source.RolloutDataSource",
         "slime.rollout.data_source.RolloutDataSourceWithBuffer",
@@ -32,6 +33,8 @@ def select_parts(values: dict[str, Any], sources: dict[str, str]) -> tuple[list[
     lines: list[str] = []
     problems = list(_evaluation_problems(values))
     path = _dotted(values.get("rollout_function_path"))
+    if _dotted(values.get("custom_generate_function_path")) == AGENTIC and "agent_function_path" not in values:
+        problems.append(f"--custom-generate-function-path {AGENTIC} runs an agent; add --agent-function-path")
     if path == DEMONSTRATIONS:
         if values.get("loss_type") == "sft_loss":
             lines.append(f"--rollout-function-path {path}: demonstrations are read as for every --loss-type sft_loss")
@@ -81,4 +84,8 @@ def _evaluation_problems(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _dotted(path: Any) -> str | None:
-    return path.replace(":", ".") if isinstance(path, str) and path.startswith("slime") else path
+    """Return the path of a function of slime or Miles with slime's name, another value unchanged."""
+    if not isinstance(path, str) or not path.startswith(("slime.", "miles.")):
+        return path
+    name = f"slime{path[5:]}".replace(":", ".")
+    return FULLY_ASYNC if name == "slime.rollout.fully_async_rollout.FullyAsyncRolloutFn" else name

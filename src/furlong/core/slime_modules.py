@@ -1,8 +1,8 @@
-"""The modules `slime.*` for functions written for slime: names of furlong under slime's names.
+"""The modules `slime.*` and `miles.*` for functions written for slime or Miles: names of furlong under theirs.
 
-`install` adds a finder to `sys.meta_path`; user modules are imported after that. If a distribution `slime` is
-installed, its own modules are used and a warning is logged. A checkout of slime on `sys.path`, which is not installed,
-does not take precedence, so functions in it get furlong's classes.
+`install` adds a finder to `sys.meta_path`; user modules are imported after that. If a distribution `slime` or `miles`
+is installed, its own modules are used and a warning is logged. A checkout on `sys.path`, which is not installed, does
+not take precedence, so functions in it get furlong's classes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast
 
-PACKAGE = "slime"
-TABLE = "furlong.slime_api.table"  # above this layer: imported when the first module `slime.*` is
+PACKAGES = ("slime", "miles")
+TABLE = "furlong.slime_api.table"  # above this layer: imported when the first of these modules is
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +35,14 @@ class _NameTable(Protocol):
 
 
 class NotInFurlongError(ModuleNotFoundError):
-    """A module or a name of slime that furlong does not have; an ImportError, and the message says what to do."""
+    """A module or a name of slime or Miles that furlong does not have: an ImportError that says what to do."""
 
 
 class SlimeFinder:
-    """Finds `slime` and its submodules. It has the interface of entries in `sys.meta_path` and of loaders."""
+    """Finds a package and its submodules. It has the interface of entries in `sys.meta_path` and of loaders."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
 
     def find_spec(
         self,
@@ -49,9 +52,9 @@ class SlimeFinder:
     ) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of a module of the table, None for modules of others.
 
-        Raises NotInFurlongError, with what to do, for modules of slime that furlong does not have.
+        Raises NotInFurlongError, with what to do, for modules of the package that furlong does not have.
         """
-        if fullname.partition(".")[0] != PACKAGE:
+        if fullname.partition(".")[0] != self.package:
             return None
         table = _table()
         if fullname not in table.NAMES:
@@ -68,7 +71,7 @@ class SlimeFinder:
 
 
 class SlimeModule(ModuleType):
-    """A module `slime.*` whose names are imported from furlong on first use."""
+    """A module of slime or Miles whose names are imported from furlong on first use."""
 
     def __getattr__(self, name: str) -> Any:
         """Import a name. Raises NotInFurlongError with what to do if furlong does not have it."""
@@ -93,33 +96,28 @@ class SlimeModule(ModuleType):
 
 
 def install() -> None:
-    """Make `import slime` find furlong's modules, unless slime itself is installed or imported. Idempotent."""
-    if any(isinstance(finder, SlimeFinder) for finder in sys.meta_path):
-        return
-    if (origin := _installed()) is not None:
-        logger.warning(
-            "slime is installed (%s): functions that import it get its own classes, which this run cannot use; write "
-            "`from furlong import Sample`, or run in an environment without slime",
-            origin,
-        )
-        return
-    sys.meta_path.insert(0, cast("Any", SlimeFinder()))
+    """Make `import slime` and `import miles` find furlong's modules, unless they are installed. Idempotent."""
+    found = {finder.package for finder in sys.meta_path if isinstance(finder, SlimeFinder)}
+    for package in (name for name in PACKAGES if name not in found):
+        if (origin := _installed(package)) is None:
+            sys.meta_path.insert(0, cast("Any", SlimeFinder(package)))
+        else:
+            logger.warning(
+                "%s is installed (%s): functions that import it get its own classes, which this run cannot use; write "
+                "`from furlong import Sample`, or run in an environment without %s",
+                package, origin, package,
+            )  # fmt: skip
 
 
-def is_served() -> bool:
-    """Return whether `import slime` finds furlong's modules."""
-    return any(isinstance(finder, SlimeFinder) for finder in sys.meta_path)
-
-
-def _installed() -> str | None:
-    """Return where slime is installed or was imported from; None if it is not."""
-    module = sys.modules.get(PACKAGE)
+def _installed(package: str) -> str | None:
+    """Return where a package is installed or was imported from; None if it is not."""
+    module = sys.modules.get(package)
     if module is not None and not isinstance(module, SlimeModule):
         return str(getattr(module, "__file__", None) or "imported")
-    for distribution in importlib.metadata.distributions(name=PACKAGE):
+    for distribution in importlib.metadata.distributions(name=package):
         folder = Path(str(distribution.locate_file("")))
         if folder.name.endswith("-packages"):  # not the metadata that a build left in a checkout
-            return f"{PACKAGE} {distribution.version} in {folder}"
+            return f"{package} {distribution.version} in {folder}"
     return None
 
 

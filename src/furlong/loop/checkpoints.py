@@ -98,6 +98,7 @@ class Checkpoints:
     load_dir: Path | None = None
     load_step: int | None = None
     keep: int | None = None
+    retain_interval: int | None = None
     start: int | None = None
     hf_folder: Callable[[int], Path] | None = None
     finish_export: Callable[[Path], None] | None = None
@@ -328,6 +329,10 @@ class Checkpoints:
         if self.keep is not None:
             for old in [*before, final][: -self.keep]:
                 remove(old)
+        if self.retain_interval is not None:
+            for old in before:
+                if step_from_folder(old) % self.retain_interval:
+                    remove(old)
 
 
 def _restore_groups(parts: Parts, folder: Path, state: Mapping[str, Any]) -> int:

@@ -67,6 +67,12 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **_: Any) -> 
     return DynamicFilterOutput(False, f"zero_std_{reward_label(rewards[0])}")
 
 
+def check_no_aborted(args: Any, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:  # noqa: ARG001
+    """Keep a group only if none of its samples was aborted. A filter of Miles."""
+    is_aborted = any(sample.status is Status.ABORTED for sample in samples)
+    return DynamicFilterOutput(not is_aborted, "group_has_aborted" if is_aborted else "")
+
+
 def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Sample], **extra: Any) -> DynamicFilterOutput:
     """Prefer groups whose rewards differ, but use the others instead of generating more prompts for the batch."""
     decision = check_reward_nonzero_std(args, samples, **extra)

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
+from furlong.core.sample import Sample
 from furlong.rollout.filters import DynamicFilterOutput, filter_output
 from furlong.rollout.replay import RolloutFnEvalOutput, RolloutFnTrainOutput
+
+
+class DataSource(abc.ABC):
+    """Base class of data sources for `--data-source-path`; `docs/reference/hooks.md` describes the methods."""
+
+    @abc.abstractmethod
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Return the next groups."""
+
+    @abc.abstractmethod
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Take back unfinished groups."""
+
+    @abc.abstractmethod
+    def save(self, rollout_id: int) -> None:
+        """Save the state for a checkpoint."""
+
+    @abc.abstractmethod
+    def load(self, rollout_id: int | None = None) -> None:
+        """Load the state of a checkpoint."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of groups in one epoch."""
 
 
 def call_rollout_fn(

@@ -1,4 +1,4 @@
-"""The names of slime that furlong has: `module:attribute` of each, and what to do about the others."""
+"""The names of slime and Miles that furlong has: `module:attribute` of each, and what to do about the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _API, _EXAMPLE_MODULE = "furlong.slime_api", "coding_agents"  # the latter if ex
 _FILTERS, _REPLAY = "furlong.rollout.filters", "furlong.rollout.replay"
 _ADAPTERS = "AnthropicAdapter OpenAIAdapter"
 
-# Module of slime, module here, and the names that it has; `name=other` is `other` here.
+# Module of slime, module here, and the names that it has; `name=other` is `other` here. `miles` has the same modules.
 _ROWS = (
     ("slime.utils.types", "furlong.core.sample", "Sample"),
     ("slime.utils.http_utils", f"{_API}.http", "post get is_port_available find_available_port"),
@@ -31,7 +31,7 @@ _ROWS = (
     ("slime.rollout.base_types", f"{_API}.rollouts", "call_rollout_fn"),
     ("slime.rollout.sglang_rollout", f"{_API}.generation", "GenerateState get_model_url"),
     ("slime.rollout.sglang_rollout", f"{_API}.generation", "generate generate_and_rm generate_and_rm_group"),
-    ("slime.rollout.data_source", f"{_API}.rollouts", "pop_first"),
+    ("slime.rollout.data_source", f"{_API}.rollouts", "DataSource pop_first"),
     ("slime.rollout.filter_hub.base_types", _FILTERS, "DynamicFilterOutput"),
     ("slime.rollout.filter_hub.base_types", f"{_API}.rollouts", "call_dynamic_filter"),
     ("slime.rollout.filter_hub.dynamic_sampling_filters", _FILTERS, "check_reward_nonzero_std"),
@@ -53,8 +53,12 @@ _ROWS = (
     ("slime.rollout.rm_hub.gpqa", f"{_API}.rewards", "compute_gpqa_reward=gpqa_reward"),
     ("slime.backends.megatron_utils.cp_utils", f"{_API}.helpers", "all_gather_with_cp slice_log_prob_with_cp"),
 )
+_MILES_ROWS = (  # modules that only Miles has
+    ("miles.rollout.filter_hub.dynamic_sampling_filters", _FILTERS, "check_no_aborted"),
+    ("miles.backends.training_utils.cp_utils", f"{_API}.helpers", "all_gather_with_cp slice_log_prob_with_cp"),
+)
 NAMES: dict[str, dict[str, str]] = {}
-for _module, _home, _names in _ROWS:
+for _module, _home, _names in (*_ROWS, *((f"miles{row[0][5:]}", *row[1:]) for row in _ROWS), *_MILES_ROWS):
     for _end in [i for i, letter in enumerate(_module) if letter == "."]:
         NAMES.setdefault(_module[:_end], {})  # packages
     for _name in _names.split():
@@ -83,7 +87,7 @@ _REMEDIES = {  # by module or `module:name`; the longest prefix counts
     "function use generate_and_rm_group",
     "slime.rollout.sft_rollout": f"{_VALUE} --rollout-function-path",
     "slime.rollout.fully_async_rollout": f"{_VALUE} --rollout-function-path; in a function use generate_and_rm_group",
-    "slime.rollout.data_source": f"its classes are only values of --data-source-path; {_SOURCE}",
+    "slime.rollout.data_source": f"its other classes are only values of --data-source-path; {_SOURCE}",
     "slime.rollout.sleep_rollout": "run `furlong serve` to start an engine without training",
     "slime.rollout.forge_load": "remove the flag; benchmarks/ measures engines",
     "slime.backends": "engines and trainers are furlong's own; remove the import",
@@ -93,6 +97,6 @@ _REMEDIES = {  # by module or `module:name`; the longest prefix counts
 
 def remedy(module: str, name: str | None = None) -> str:
     """Return what to do about a module, or a name in one, that furlong does not have."""
-    full = module if name is None else f"{module}:{name}"
+    full = f"slime{module[5:]}" + ("" if name is None else f":{name}")  # `miles` has as many letters
     keys = [key for key in _REMEDIES if full == key or full.startswith((f"{key}.", f"{key}:"))]
-    return _REMEDIES[max(keys, key=len)] if keys else f"use another one or move your code out of slime; {_MAP}"
+    return _REMEDIES[max(keys, key=len)] if keys else f"use another one or move your code out of {module[:5]}; {_MAP}"

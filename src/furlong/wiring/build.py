@@ -263,6 +263,7 @@ def build_checkpoints(config: Config, inputs: RunInputs | None) -> Checkpoints:
         load_dir=find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune),
         load_step=flags.ckpt_step,
         keep=flags.keep_checkpoints,
+        retain_interval=flags.save_retain_interval,
         start=config.data.start_rollout_id,
         in_background=flags.async_save,
         inputs=inputs,

@@ -1,11 +1,11 @@
-"""Paths of slime's own functions select furlong's parts."""
+"""Paths of slime's own functions, and flags of Miles, select furlong's parts."""
 
 from __future__ import annotations
 
 import pytest
 
 from furlong.config.command_line import examine, load
-from furlong.config.named_parts import DEMONSTRATIONS, FULLY_ASYNC, GENERATION
+from furlong.config.named_parts import AGENTIC, DEMONSTRATIONS, FULLY_ASYNC, GENERATION
 from furlong.errors import ConfigError
 
 
@@ -38,9 +38,33 @@ def test_fully_async_is_never_synchronous(base):
         assert f"--async-buffer-size {ahead}" in resolved.lines[0]
 
 
+def test_flags_of_miles_are_translated_or_have_no_effect(base):
+    words = "--fully-async --max-weight-staleness 3 --pause-generation-mode retract --max-seq-len 200 --qkv-format bshd"
+    words += " --use-session-server v2 --tito-model qwen3 --custom-agent-function-path agent.py:run --use-prometheus"
+    words += " --custom-generate-function-path miles.rollout.generate_hub.agentic_tool_call.generate"
+    words += " --dynamic-sampling-filter-path miles.rollout.filter_hub.dynamic_sampling_filters.check_no_aborted"
+    resolved, problems = examine(argv(base, *words.split()))
+    config = resolved.config
+    assert problems == []
+    assert (config.rollout.async_buffer_size, config.rollout.max_token_staleness) == (2, 3)
+    assert (config.sync.pause_mode, config.rollout.rollout_max_context_len) == ("hold", 200)
+    assert config.session.agent_function_path == "agent.py:run"
+    assert config.rollout.custom_generate_function_path is None
+    assert "--max-seq-len of Miles is --rollout-max-context-len 200" in resolved.lines
+    assert any(line.startswith("--qkv-format has no effect: ") for line in resolved.lines)
+    _, problems = examine(argv(base, *words.split(), "--strict-flags"))
+    assert [problem.split()[0] for problem in problems] == [
+        "--qkv-format", "--use-session-server", "--tito-model", "--use-prometheus"
+    ]  # fmt: skip
+    for wrong in ("--pause-generation-mode stop", "--update-weight-transfer-mode p2p"):
+        _, problems = examine(argv(base, *wrong.split()))
+        assert [f"{wrong} is not supported; use " in problem for problem in problems] == [True]
+
+
 def test_contradictions_are_errors(base):
     for words, problem in [
         (["--rollout-function-path", FULLY_ASYNC, "--async-buffer-size", "0"], "would be synchronous"),
+        (["--custom-generate-function-path", AGENTIC.replace("slime", "miles")], "add --agent-function-path"),
         (["--rollout-function-path", DEMONSTRATIONS], "add --loss-type sft_loss"),
         (["--rollout-function-path", "mine.py:roll", "--eval-function-path", GENERATION], "evaluation=True"),
     ]:

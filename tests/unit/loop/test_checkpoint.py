@@ -21,7 +21,7 @@ from furlong.loop.schedule import RunSchedule
 from furlong.loop.train import RolloutStream, train
 
 
-def save(folder: Path, *steps: int, keep: int | None = None, ahead: int = 0) -> None:
+def save(folder: Path, *steps: int, ahead: int = 0, **options: int) -> None:
     """Write checkpoints as the loop does, with `ahead` rollouts that wait for training."""
 
     async def write() -> None:
@@ -29,7 +29,7 @@ def save(folder: Path, *steps: int, keep: int | None = None, ahead: int = 0) -> 
             parts = fake_parts(World(trained_steps=step))
             async with RolloutStream(parts, first=step, end=step + ahead, ahead=ahead, pause="finish") as stream:
                 stream.restore([tiny_batch(step + i, step) for i in range(ahead)])
-                await Checkpoints(save_dir=folder, keep=keep).save(parts, stream.finished, step)
+                await Checkpoints(save_dir=folder, **options).save(parts, stream.finished, step)
 
     asyncio.run(write())
 
@@ -209,6 +209,11 @@ def test_leftover_of_a_killed_save_is_not_a_checkpoint_and_is_replaced(tmp_path)
 def test_newest_checkpoints_are_kept(tmp_path):
     save(tmp_path, 1, 2, 3, 4, keep=2)
     assert [p.name for p in find_complete_folders(tmp_path)] == ["iter_0000003", "iter_0000004"]
+
+
+def test_checkpoints_at_an_interval_are_kept(tmp_path):
+    save(tmp_path, 1, 2, 3, 4, 5, retain_interval=2)
+    assert [p.name for p in find_complete_folders(tmp_path)] == ["iter_0000002", "iter_0000004", "iter_0000005"]
 
 
 def test_going_back_to_an_earlier_step_keeps_what_is_saved_then(tmp_path):

@@ -145,8 +145,8 @@ def test_verdicts_name_the_category(checker):
     verdict = checker.decide("scripts/run.sh", [info], [], "model")
     assert verdict.ignored == ("--moe-enable-deepep",)
     assert (
-        checker.page([verdict])[-1]
-        == "| [run.sh](" + checker.REPOSITORY + "/scripts/run.sh) | model | passes | `--moe-enable-deepep` |"
+        checker.page([verdict], "slime")[-1]
+        == "| [run.sh](" + checker.REPOSITORIES["slime"] + "/scripts/run.sh) | model | passes | `--moe-enable-deepep` |"
     )
     opd = decide("--use-opd is not supported yet: on-policy distillation is not implemented; remove it")
     assert (opd.status, opd.category) == ("on purpose", "on-policy distillation")

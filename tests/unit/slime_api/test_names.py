@@ -1,4 +1,4 @@
-"""The modules `slime.*`: which names exist, what the others say, and that an installed slime is not shadowed."""
+"""The modules `slime.*` and `miles.*`: their names, what the others say, and that an installed one is not shadowed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,16 @@ def test_every_name_of_the_table_exists(module):
 
 
 def test_names_are_those_of_furlong():
+    from miles.rollout.rm_hub import async_rm
+    from miles.utils.types import Sample as MilesSample
     from slime.rollout.base_types import RolloutFnTrainOutput
     from slime.utils import types
 
     from furlong.rollout import replay
+    from furlong.slime_api import rewards
 
-    assert types.Sample is Sample
+    assert types.Sample is MilesSample is Sample
+    assert async_rm is rewards.async_rm
     assert RolloutFnTrainOutput is replay.RolloutFnTrainOutput
 
 
@@ -50,6 +54,8 @@ def test_names_are_those_of_furlong():
         ("from slime.utils.misc import chunk_named_params_by_size", "copy the helper"),
         ("from slime.rollout.on_policy_distillation import reward_func", "not supported"),
         ("from slime.utils import unheard_of", "from-slime.md"),
+        ("from miles.utils import unheard_of", "out of miles"),
+        ("import miles.rollout.on_policy_distillation", "not supported"),
         ("import slime.unheard_of.deeper", "from-slime.md"),
     ],
 )
@@ -79,29 +85,31 @@ import logging, sys
 logging.basicConfig(level=logging.INFO)
 from furlong.core import slime_modules
 slime_modules.install()
-import slime
-print(vars(slime).get("WHO", "furlong"))
+import PACKAGE
+print(vars(PACKAGE).get("WHO", "furlong"))
 """
 
 
+@pytest.mark.parametrize("package", ["slime", "miles"])
 @pytest.mark.parametrize(("is_installed", "who"), [(True, "the real one"), (False, "furlong")])
-def test_only_an_installed_slime_takes_precedence(tmp_path, is_installed, who):
+def test_only_an_installed_package_takes_precedence(tmp_path, package, is_installed, who):
     folder = tmp_path / ("site-packages" if is_installed else "checkout")
-    (folder / "slime").mkdir(parents=True)
-    (folder / "slime" / "__init__.py").write_text("WHO = 'the real one'\n")
+    (folder / package).mkdir(parents=True)
+    (folder / package / "__init__.py").write_text("WHO = 'the real one'\n")
     if is_installed:
-        info = folder / "slime-0.3.1.dist-info"
+        info = folder / f"{package}-0.3.1.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slime\nVersion: 0.3.1\n")
-    probe = f"import sys; sys.path.insert(0, {str(folder)!r})\n{PROBE}"
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.3.1\n")
+    probe = f"import sys; sys.path.insert(0, {str(folder)!r})\n{PROBE.replace('PACKAGE', package)}"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == who
-    assert ("slime is installed (slime 0.3.1" in done.stderr) == is_installed
+    assert (f"{package} is installed ({package} 0.3.1" in done.stderr) == is_installed
 
 
 def test_the_guide_lists_every_module():
     text = GUIDE.read_text()
-    assert [module for module in NAMES if NAMES[module] and f"`{module}`" not in text] == []
+    missing = [module for module in NAMES if NAMES[module] and f"`{module}`" not in text]
+    assert [module for module in missing if f"slime{module[5:]}" not in NAMES] == []
 
 
 def test_all_names_of_a_module_can_be_imported():

@@ -29,6 +29,13 @@ class CheckpointFlags:
     keep_checkpoints: int | None = flag(
         None, "Number of newest checkpoints to keep. Default: all.", within="[1, inf)", needs="save"
     )
+    save_retain_interval: int | None = flag(
+        None,
+        "Keep only the newest checkpoint and those of steps that are a multiple of this. Default: all.",
+        within="[1, inf)",
+        needs="save",
+        excludes="keep_checkpoints",
+    )
     load: str | None = flag(
         None, "Checkpoint directory to resume from, or initial weights in Hugging Face or Megatron-LM format."
     )
