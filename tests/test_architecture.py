@@ -76,7 +76,7 @@ BUDGET = {
     "commands": 1760,
     "config": 5835,
     "core": 3800,
-    "data": 2755,
+    "data": 2800,
     "diagnosis": 5700,
     "environments": 1200,
     "evals": 400,

@@ -349,6 +349,11 @@ class DataSource(Protocol):
         """Number of groups in one epoch; None until a streamed file has been read to its end."""
         ...
 
+    @property
+    def num_long_prompts(self) -> int:
+        """Number of rows read so far that were dropped because their prompt is too long."""
+        ...
+
     def close(self) -> None:
         """Close open files."""
         ...

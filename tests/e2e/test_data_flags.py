@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from furlong.data.audit import audit
@@ -72,3 +74,22 @@ def test_bad_rows_are_an_error_unless_they_are_to_be_skipped(model, tmp_path):
     evaluated = {"eval_prompt_data": ["own", data], "eval_interval": 1}
     assert train(flags(model, data, tmp_path / "skipped", skip_bad_rows=True, num_rollout=1, **evaluated)) == 1
     assert "eval/own" in rows(tmp_path / "skipped")[-1]
+
+
+def test_prompts_that_leave_no_room_in_the_context_are_dropped_and_counted(model, tmp_path, caplog):
+    long = [{"prompt": "1" * 60, "label": "1"}]
+    short = [{"prompt": f"{n}+1=", "label": "1"} for n in range(7)]
+    for name, listed in (("train", [*short, *long]), ("eval", [*long, *short[:2]])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in listed))
+    argv = flags(
+        model, tmp_path / "train.jsonl", tmp_path / "run", num_rollout=3, rollout_max_context_len=40,
+        eval_prompt_data=["held", tmp_path / "eval.jsonl"], eval_interval=3, rm_type="random", input_key="prompt",
+    )  # fmt: skip
+    assert train(argv) == 3
+    shown = rows(tmp_path / "run")
+    assert [row["rollout/dropped_long_prompts"] for row in shown if row["step"]] == [1, 1, 1]
+    texts = [record.getMessage() for record in caplog.records if "dropped 1 of" in record.getMessage()]
+    assert [text.partition(".jsonl: ")[2] for text in texts] == [
+        "dropped 1 of 8 prompts longer than 39 tokens (--rollout-max-context-len)",
+        "dropped 1 of 3 prompts longer than 39 tokens (--eval-max-context-len)",
+    ]

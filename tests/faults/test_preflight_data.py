@@ -127,6 +127,10 @@ def test_prompts_beyond_the_limit_are_measured(world):
     assert found.evidence == {"num_long": 14, "num_prompts": 20, "limit": 15, "longest": 29}
     assert "--rollout-max-prompt-len 29" in found.remedy
     assert world.look(rollout_max_prompt_len=29) == []
+    found = only(world.look(rollout_max_context_len=16, rollout_max_response_len=1), "DATA04", "warning")
+    assert found.evidence == {"num_long": 14, "num_prompts": 20, "limit": 15, "longest": 29}
+    assert "--rollout-max-context-len 16 drops 14 of the 20 prompts" in found.finding
+    assert "raise --rollout-max-context-len" in found.remedy
     world.write(*({"input": "x" * length, "label": "1"} for length in (200, 200, 200, 20)))
     found = only(world.look(), "DATA04")
     assert found.evidence == {"num_long": 3, "num_prompts": 4, "context_len": 128, "longest": 200}

@@ -96,6 +96,7 @@ class ListSource:
     def restore(self, state: dict[str, Any], *, data_changed: bool = False) -> None: ...
 
     groups_per_epoch = None
+    num_long_prompts = 0
 
     def close(self) -> None: ...
 

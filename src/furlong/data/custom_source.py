@@ -25,6 +25,8 @@ class CustomDataSource:
     `instance` is the object, which user functions get as `data_source`.
     """
 
+    num_long_prompts = 0
+
     def __init__(self, instance: Any, *, tokenizer: Any = None, rollout_seed: int = 42) -> None:
         if missing := [name for name in METHODS if not callable(getattr(instance, name, None))]:
             raise ConfigError(
@@ -125,6 +127,7 @@ class EmptyDataSource:
     """Implements `interfaces.DataSource` for a run that reads no prompts."""
 
     groups_per_epoch = None
+    num_long_prompts = 0
 
     def next_groups(self, n: int) -> list[Group]:
         """Raise DataError: there are no prompts."""
@@ -155,6 +158,7 @@ class EmptyPrompts:
     """Endless empty prompts, which a rollout function fills in. Implements `data.source.Prompts`."""
 
     size = None
+    num_long = 0
 
     def __init__(self) -> None:
         self._row = 0

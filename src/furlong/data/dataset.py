@@ -37,7 +37,12 @@ def open_prompts(
     """
     location = PromptDataPath.parse(prompt_data)
     reader, renderer = open_rows(location, tokenizer=tokenizer, prompt_format=prompt_format, num_workers=num_workers)
-    check = RowFilter(str(location.path), max_prompt_len=prompt_format.max_prompt_len, skip_bad_rows=skip_bad_rows)
+    check = RowFilter(
+        str(location.path),
+        max_prompt_len=prompt_format.max_prompt_len,
+        skip_bad_rows=skip_bad_rows,
+        limit_flag=prompt_format.limit_flag,
+    )
     if streaming:
         return PromptStream(location, reader, renderer, check, block_rows=shuffle_buffer_size)
     return PromptTable(location, reader, renderer, check)
@@ -108,6 +113,11 @@ class PromptStream:
     def size(self) -> int | None:
         """Prompts in one epoch; None until an epoch was read to its end."""
         return self._size
+
+    @property
+    def num_long(self) -> int:
+        """Rows read so far that were dropped because their prompt is too long."""
+        return self._check.num_long
 
     def begin(self, key: int | None) -> None:
         """Start an epoch at the first row of the slice."""

@@ -47,6 +47,7 @@ class PromptMixture:
         if None in sizes:
             raise DataError("a mixture needs prompts of known number in each part; remove --streaming-data")
         self.size: int | None = sum(size for size in sizes if size is not None)
+        self.num_long = sum(part.prompts.num_long for part in parts)
         self._taken = 0
         for part in self._parts:
             part.prompts.begin(self._order(part))

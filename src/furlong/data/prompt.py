@@ -53,12 +53,17 @@ class PromptFormat:
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     keep_messages: bool = False
     max_prompt_len: int | None = None
+    limit_flag: str = "--rollout-max-prompt-len"  # sets max_prompt_len
 
     @staticmethod
     def of(config: Config, *, evaluation: bool = False) -> PromptFormat:
         """Read the format of --prompt-data, or of an evaluation set with this configuration."""
         data = config.data
         is_demonstration = config.algo.loss_type == "sft_loss" and not evaluation
+        limit, context_len = config.rollout.rollout_max_prompt_len, config.rollout.rollout_max_context_len
+        if context_len is not None and not is_demonstration:  # at least one token is generated
+            limit = context_len - 1 if limit is None else min(limit, context_len - 1)
+        kind = "prompt" if limit == config.rollout.rollout_max_prompt_len else "context"
         return PromptFormat(
             input_key=data.input_key,
             label_key=data.label_key,
@@ -67,7 +72,8 @@ class PromptFormat:
             apply_chat_template=data.apply_chat_template,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
             keep_messages=config.rollout.custom_generate_function_path is not None or is_demonstration,
-            max_prompt_len=config.rollout.rollout_max_prompt_len,
+            max_prompt_len=limit,
+            limit_flag=f"--{'eval' if evaluation else 'rollout'}-max-{kind}-len",
         )
 
     @property
@@ -210,9 +216,16 @@ class PromptRenderer:
 class RowFilter:
     """Rejects or counts bad rows, and logs once how many rows were left out and why."""
 
-    def __init__(self, name: str, *, max_prompt_len: int | None, skip_bad_rows: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_prompt_len: int | None,
+        skip_bad_rows: bool,
+        limit_flag: str = "--rollout-max-prompt-len",
+    ) -> None:
         self.name = name
-        self.max_prompt_len = max_prompt_len
+        self.max_prompt_len, self.limit_flag = max_prompt_len, limit_flag
         self.skip_bad_rows = skip_bad_rows
         self.num_kept = self.num_long = self.num_bad = 0
         self.first_bad: list[str] = []
@@ -245,14 +258,18 @@ class RowFilter:
             logger.warning(message, self.name, self.num_bad, total, self.first_bad)
         if self.num_long:
             limit = self.max_prompt_len
-            logger.warning("%s: dropped %d of %d prompts longer than %s tokens", self.name, self.num_long, total, limit)
+            flag = self.limit_flag
+            message = "%s: dropped %d of %d prompts longer than %s tokens (%s)"
+            logger.warning(message, self.name, self.num_long, total, limit, flag)
 
     def require_some(self) -> None:
         """Raise DataError if nothing was kept."""
         if not self.num_kept:
             counts = f"{self.num_bad} bad rows, {self.num_long} prompts over {self.max_prompt_len} tokens"
             hint = (
-                self.first_bad[0] if self.first_bad else "check --prompt-data, its slice, and --rollout-max-prompt-len"
+                self.first_bad[0]
+                if self.first_bad
+                else f"check the file, its slice, and {self.limit_flag}, or shorten the prompts"
             )
             raise DataError(f"{self.name} has no usable prompts ({counts}); {hint}")
 

@@ -40,6 +40,11 @@ class Prompts(Protocol):
         """Prompts in one epoch; None while unknown."""
         ...
 
+    @property
+    def num_long(self) -> int:
+        """Rows read so far that were dropped because their prompt is too long."""
+        ...
+
     def begin(self, key: int | None) -> None:
         """Start an epoch, shuffled by `key`, or in file order if it is None."""
         ...
@@ -126,6 +131,7 @@ class PromptTable(Sequence[Prompt]):
             renderer.close()
         check.log_summary()
         check.require_some()
+        self.num_long = check.num_long
         self._settings = prompt_settings(location, renderer.format, skip_bad_rows=check.skip_bad_rows)
         self._settings |= {"streaming": False, "num_prompts": len(self._prompts)}
         self._order: NDArray[np.int64] | None = None
@@ -252,6 +258,11 @@ class RolloutDataSource:
     def groups_per_epoch(self) -> int | None:
         """Groups in one epoch; None until a streamed file was read once."""
         return self._prompts.size
+
+    @property
+    def num_long_prompts(self) -> int:
+        """Rows read so far that were dropped because their prompt is too long."""
+        return self._prompts.num_long
 
     def next_groups(self, n: int) -> list[Group]:
         """Return up to `n` groups, returned ones first; fewer only at the end of the last epoch, [] after it."""

@@ -430,6 +430,8 @@ class EngineRollout:
             full = [len(s.tokens) >= context or is_over for s, is_over in zip(samples, exceeded, strict=True)]
             metrics["rollout/context_full_frac"] = mean(sum(full) / len(full), len(full))
         metrics |= {f"rollout/dynamic_filter/drop_{reason}": total(n) for reason, n in state.drops.items()}
+        if num_long := self._source.num_long_prompts:
+            metrics["rollout/dropped_long_prompts"] = total(num_long)
         if state.num_returned:
             metrics["rollout/returned_groups"] = total(state.num_returned)
         return metrics

@@ -132,9 +132,10 @@ def continuation(sample: Sample, generation: Generation) -> SamplingParams:
     if context_len is not None:
         room = min(room, context_len - len(sample.tokens))
     if room <= 0 and sample.response_length == 0:
+        flag = "--eval" if generation.evaluation else "--rollout"
         raise RolloutError(
             f"sample {sample.index}: a prompt of {len(sample.tokens)} tokens leaves no room in a context of "
-            f"{context_len}; raise --rollout-max-context-len or filter with --rollout-max-prompt-len"
+            f"{context_len}; raise {flag}-max-context-len or filter with {flag}-max-prompt-len"
         )
     seed = None if sample.seed is None else seed_of_part(sample.seed, sample.response_length)
     return generation.params.for_request(max(room, 0), seed)

@@ -173,13 +173,16 @@ def test_long_prompts_are_dropped_and_counted_once(
         prompts.begin(None)
         assert [len(p.tokens) for p in prompts.take(99)] == list(range(1, 8))
     assert prompts.size == 7
-    assert [r.getMessage().split(": ")[1] for r in caplog.records] == ["dropped 3 of 10 prompts longer than 7 tokens"]
+    assert [r.getMessage().split(": ")[1] for r in caplog.records] == [
+        "dropped 3 of 10 prompts longer than 7 tokens (--rollout-max-prompt-len)"
+    ]
+    assert prompts.num_long == (6 if streaming else 3)  # a stream reads the rows again
 
 
 def test_data_without_usable_prompts_is_an_error(tmp_path: Path) -> None:
     for streaming in [False, True]:
         path = write_jsonl(tmp_path / "a.jsonl", [{"input": "x" * 9}])
-        with pytest.raises(DataError, match=r"\(0 bad rows, 1 prompts over 5 tokens"):
+        with pytest.raises(DataError, match=r"\(0 bad rows, 1 prompts over 5 tokens.*--rollout-max-prompt-len"):
             draw(path, PromptFormat(max_prompt_len=5), streaming=streaming)
 
 

@@ -12,7 +12,7 @@ from furlong.config.checks.value_checks import BOXED, epoch_problem
 from furlong.config.engine_groups import served_models
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
-from furlong.data.prompt import Prompt, RejectedRow
+from furlong.data.prompt import Prompt, PromptFormat, RejectedRow
 from furlong.diagnosis.preflight.context import PreflightContext, SampledRows
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import RewardError
@@ -117,13 +117,14 @@ def _bad_rows(flag: str, row: str, bad: Sequence[RejectedRow], rows: SampledRows
 
 
 def lengths(context: PreflightContext) -> Iterator[Diagnosis]:
-    """DATA04: token counts of the prompts against --rollout-max-prompt-len and the context."""
+    """DATA04: token counts of the prompts against the limits of prompts and of the context."""
     rows = context.rows
     if rows is None or not rows.num_rows:
         return
     kept = [len(prompt.tokens) for prompt in rows.prompts if prompt.tokens]
     long = [refused.num_tokens for refused in rows.refused if refused.num_tokens is not None]
-    limit, context_len = context.config.rollout.rollout_max_prompt_len, context.context_len
+    prompt_format, context_len = PromptFormat.of(context.config), context.context_len
+    limit, flag = prompt_format.max_prompt_len, prompt_format.limit_flag
     if not kept and not long:
         return
     every = [*kept, *long]
@@ -134,14 +135,15 @@ def lengths(context: PreflightContext) -> Iterator[Diagnosis]:
         severity = None if not kept else "warning" if share >= MANY else "info"
         longest = max(long)
         fits = context_len is None or longest < context_len
+        shown = limit if flag == "--rollout-max-prompt-len" else context.config.rollout.rollout_max_context_len
         yield diagnosis(
             "DATA04",
-            f"--rollout-max-prompt-len {limit} drops {len(long)} of the {len(kept) + len(long)} prompts read; "
-            f"tokens: {distribution}",
+            f"{flag} {shown} drops {len(long)} of the {len(kept) + len(long)} prompts read; tokens: {distribution}",
             cause="The limit is smaller than the data needs.",
             remedy=f"use --rollout-max-prompt-len {longest} to keep all of these"
             if fits
-            else f"shorten the prompts: the longest has {longest} tokens, the context {context_len}",
+            else f"shorten the prompts: the longest has {longest} tokens, the context {context_len}"
+            + ("" if shown == limit else f"; or raise {flag} if the model supports it"),
             severity=severity,
             evidence={"num_long": len(long), "num_prompts": len(kept) + len(long), "limit": limit, "longest": longest},
         )
