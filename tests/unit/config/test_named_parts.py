@@ -6,6 +6,7 @@ import pytest
 
 from furlong.config.command_line import examine, load
 from furlong.config.named_parts import AGENTIC, DEMONSTRATIONS, FULLY_ASYNC, GENERATION
+from furlong.config.resolve import AGENT_PATH
 from furlong.errors import ConfigError
 
 
@@ -49,7 +50,7 @@ def test_flags_of_miles_are_translated_or_have_no_effect(base):
     assert (config.rollout.async_buffer_size, config.rollout.max_token_staleness) == (2, 3)
     assert (config.sync.pause_mode, config.rollout.rollout_max_context_len) == ("hold", 200)
     assert config.session.agent_function_path == "agent.py:run"
-    assert config.rollout.custom_generate_function_path is None
+    assert config.rollout.custom_generate_function_path == AGENT_PATH
     assert "--max-seq-len of Miles is --rollout-max-context-len 200" in resolved.lines
     assert any(line.startswith("--qkv-format has no effect: ") for line in resolved.lines)
     _, problems = examine(argv(base, *words.split(), "--strict-flags"))
