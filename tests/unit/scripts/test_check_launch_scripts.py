@@ -26,7 +26,7 @@ set -ex
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/models/tiny.sh"
 CKPT_ARGS=(
-   --hf-checkpoint $BASE_DIR/Qwen3-0.6B
+   --hf-checkpoint $BASE_DIR/Qwen3-tiny
    #--hf-checkpoint /root/other
    --save /root/out/ --load /root/out/ --save-interval 20
 )
@@ -84,7 +84,7 @@ def test_bash_evaluates_the_command_and_nothing_else_runs(checker, checkout, tmp
     assert command.entry_point == "train_async.py"
     assert words[words.index("--num-query-groups") + 1] == "2"
     assert words[words.index("--rotary-base") + 1] == "1000000"
-    assert words[words.index("--hf-checkpoint") + 1] == "/root/Qwen3-0.6B"
+    assert words[words.index("--hf-checkpoint") + 1] == "/root/Qwen3-tiny"
     assert words[-2:] == ["--lr", "1e-6"]
     assert not (tmp_path / "touched").exists()
 
