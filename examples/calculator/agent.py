@@ -36,10 +36,12 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return sample
 
 
-async def solve(base_url: str, prompt: str, request_kwargs: dict[str, Any]) -> None:
+async def solve(base_url: str, api_key: str, prompt: str, request_kwargs: dict[str, Any]) -> None:
     """Run the agent as a client of the session's endpoint: `--agent-function-path`."""
     messages: list[Any] = [{"role": "user", "content": prompt}]
-    async with httpx.AsyncClient(timeout=600, verify=False) as client:  # certificates take 30 ms
+    async with httpx.AsyncClient(
+        timeout=600, verify=False, headers={"X-Api-Key": api_key}
+    ) as client:  # certificates take 30 ms
         for _ in range(1 + MAX_CALLS):
             body = {"messages": messages, **request_kwargs}
             reply = await client.post(f"{base_url}/v1/chat/completions", json=body)

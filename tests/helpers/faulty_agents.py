@@ -21,7 +21,7 @@ def _messages(sample):
 
 
 async def _turn_of_ids(opened, ids):
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=60, headers={"X-Api-Key": opened.key}) as client:
         body = {"token_ids": ids, "sampling_params": {"max_tokens": 4}}
         reply = await client.post(f"{opened.url}/inference/v1/generate", json=body)
     return reply.json()["choices"][0]["token_ids"]

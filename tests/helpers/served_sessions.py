@@ -46,7 +46,7 @@ def run(
     is_shared: bool = True,
     **options: Any,
 ) -> Any:
-    """Return what `body` returns, which gets the client and the session."""
+    """Return what `body` returns, which gets a client with the key of the session, and the session."""
     build = _shared_server if is_shared else SessionServer
     server = build(model_name=model_name, **options)
 
@@ -54,7 +54,7 @@ def run(
         session = Session(ChatFormat(script.tokenizer), script, name="s", params=SamplingParams(), context_len=400)
         opened = server.open(session, nothing)
         try:
-            async with httpx.AsyncClient(timeout=30) as client:
+            async with httpx.AsyncClient(timeout=30, headers={"X-Api-Key": opened.key}) as client:
                 return await asyncio.wait_for(body(client, opened), 60)
         finally:
             await server.end(opened)

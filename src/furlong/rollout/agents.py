@@ -9,6 +9,8 @@ sets the reward.
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import json
 import logging
 import os
@@ -17,19 +19,25 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextvars import Context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from furlong.core.event_loop import call_in_thread
-from furlong.core.sample import Sample
+from furlong.core.sample import ROLE, Sample
 from furlong.core.supervised_process import ProcessLimits, ending_of, run_supervised
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user, with_hook_errors
 from furlong.core.user_functions import accepted_keywords, load_function
 from furlong.core.user_modules import import_module_of
-from furlong.environments.protocol import AGENT_ERROR
+from furlong.environments.protocol import AGENT_ERROR, ENVIRONMENT, FAILED_PARTS, INFO, PARTS, STEP_REWARDS
 from furlong.errors import HookError, InfraError, RolloutError
 from furlong.rollout.agent import policy
-from furlong.rollout.environments import call_agent_function, close_environment_workers, record_result
-from furlong.rollout.episodes import LIMIT, SILENT
+from furlong.rollout.environments import (
+    call_agent_function,
+    close_environment_workers,
+    has_reward_function,
+    record_result,
+)
+from furlong.rollout.episodes import LIMIT, REISSUED, SILENT
+from furlong.sessions.samples import MESSAGES, ROLES
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
     from furlong.sessions.open_session import OpenSession
@@ -37,6 +45,10 @@ if TYPE_CHECKING:  # imports a web server, which most runs do not need
 
 SHOWN_ERRORS = 2000  # characters of stderr in a message
 MODEL = "default"
+RESERVED = {  # keys of metadata that choose or enter the reward
+    *("reward", "rm_type", MESSAGES, ROLE, ROLES, LIMIT, SILENT, REISSUED),
+    *(AGENT_ERROR, ENVIRONMENT, INFO, PARTS, FAILED_PARTS, STEP_REWARDS),
+}
 REMIND_S = 60.0  # without an application, after which the log says how to open a session
 
 logger = logging.getLogger(__name__)
@@ -53,7 +65,10 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             raise
         _record_error(args, sample, error)
         return sample
-    record_result(sample, result)
+    if args.agent_function_path is not None:
+        record_result(sample, result)
+    else:
+        record_command_result(args, sample, result)
     record_posted_result(sample, policy().open_session())
     if not policy().session_tree.tree.nodes:
         sample.metadata[SILENT] = True
@@ -67,13 +82,16 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 async def _run(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
     opened = policy().open_session()
     if args.agent_function_path is not None:
+        function = load_function(args.agent_function_path)
+        sends_key = "api_key" in inspect.signature(function).parameters
         values = {
-            "base_url": opened.url,
+            "base_url": opened.url if sends_key else opened.url_with_key,
+            "api_key": opened.key,
             "prompt": sample.prompt,
             "request_kwargs": request_kwargs(sampling_params),
             "metadata": sample.metadata,
         }
-        accepted = accepted_keywords(load_function(args.agent_function_path), tuple(values))
+        accepted = accepted_keywords(function, tuple(values))
         keywords = {name: values[name] for name in accepted}
         try:
             return await call_agent_function(args.agent_function_path, keywords, sample, args)
@@ -104,8 +122,7 @@ def _record_error(args: Any, sample: Sample, error: BaseException) -> None:
         sample.metadata[LIMIT] = "context"
     elif policy().watch.reached is None:
         sample.metadata[AGENT_ERROR] = describe_exception(error)
-    is_scored = args.custom_rm_path or args.rm_type or sample.custom_rm_path or sample.metadata.get("rm_type")
-    if sample.reward is None and not is_scored:
+    if sample.reward is None and not has_reward_function(args, sample):
         sample.reward = 0.0
 
 
@@ -115,12 +132,41 @@ def request_kwargs(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
     return {"model": MODEL, **{name: sampling_params[key] for key, name in names.items() if key in sampling_params}}
 
 
+def record_command_result(args: Any, sample: Sample, result: Any) -> None:
+    """Store what a command printed, which may be text of the policy.
+
+    With a reward function it can neither set the reward nor change the metadata that the reward is computed from: new
+    keys are added, for built-in verifiers nothing.
+    """
+    if not has_reward_function(args, sample):
+        record_result(sample, result)
+        return
+    if not isinstance(result, Mapping):
+        record_result(sample, None if result is None else str(result))
+        return
+    values = cast("Mapping[str, Any]", result)
+    is_own = bool(args.custom_rm_path or sample.custom_rm_path)
+    refused = tuple(key for key in values if not is_own or key in sample.metadata or key in RESERVED)
+    sample.metadata.update({key: value for key, value in values.items() if key not in refused})
+    if refused:
+        _warn_refused(refused)
+
+
+@functools.cache
+def _warn_refused(names: tuple[str, ...]) -> None:
+    logger.warning(
+        "--agent-command printed %s, which is ignored: the run has a reward function, whose input and result an agent "
+        "cannot set; remove the reward function if the command computes the reward, or print other names",
+        ", ".join(names),
+    )
+
+
 def record_posted_result(sample: Sample, opened: OpenSession) -> None:
-    """Store what a client posted at the end of the session. Raises RolloutError for an error that it reported."""
+    """Store what a controller posted at the end of the session. Raises RolloutError for an error that it reported."""
     if opened.result is None:
         return
     if opened.result["error"] is not None:
-        raise RolloutError(f"a client ended the session of sample {sample.index}: {opened.result['error']}")
+        raise RolloutError(f"an application ended the session of sample {sample.index}: {opened.result['error']}")
     record_result(sample, {**opened.result["metadata"], "reward": opened.result["reward"]})
 
 
@@ -177,8 +223,7 @@ async def generate_online(
         "sample": sample.index,
         "evaluation": evaluation,
     }
-    is_scored = args.custom_rm_path or args.rm_type or sample.custom_rm_path or sample.metadata.get("rm_type")
-    offer = SessionOffer(opened, task, needs_reward=not is_scored)
+    offer = SessionOffer(opened, task, needs_reward=not has_reward_function(args, sample))
     current.watch.pause()
     await offers.add(offer)
     try:

@@ -49,7 +49,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     made: Any = load_function(spec.path)
     sample.metadata[ENVIRONMENT] = spec.name
     rubric = getattr(made, "rubric", None)
-    is_scored = bool(args.custom_rm_path or args.rm_type or sample.custom_rm_path or sample.metadata.get("rm_type"))
+    is_scored = has_reward_function(args, sample)
     if rubric is not None and not is_scored:
         is_scored = True
         sample.custom_rm_path = spec.rubric_path + (".of_group" if getattr(rubric, "has_group_parts", False) else "")
@@ -112,6 +112,11 @@ async def _play(environment: PlayedEnvironment, sample: Sample, seed: int, *, is
             f"--environment {environment.path}: no step returned a reward, and the class has no rubric; return "
             "Step(reward=...), set rubric = Rubric(...), or give --custom-rm-path or --rm-type"
         )
+
+
+def has_reward_function(args: Any, sample: Sample) -> bool:
+    """Return whether a reward function or verifier scores the sample."""
+    return bool(args.custom_rm_path or args.rm_type or sample.custom_rm_path or sample.metadata.get("rm_type"))
 
 
 def record_result(sample: Sample, result: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -174,20 +175,28 @@ class Call:
 class OpenSession:
     """A session that clients can reach. `url` is the base URL without /v1; `key` an API key of this session only.
 
-    client_sampling: clients set temperature, top_p, top_k and min_p; otherwise those of the run apply. `result` is what
-    a client posted at its end: `reward`, `metadata` and `error`, None for what it left out. encode: text to ids; None
-    for that of the chat format, which adds no special tokens.
+    controller_key: sets the result of the episode; not for the agent. client_sampling: clients set temperature, top_p,
+    top_k and min_p; otherwise those of the run apply. `result` is what the controller posted at the end: `reward`,
+    `metadata` and `error`, None for what it left out. encode: text to ids; None for that of the chat format, which adds
+    no special tokens. refusal: status and text of the last request that was refused.
     """
 
     id: str
     url: str
-    key: str
+    key: str = field(repr=False)
     session: Session = field(repr=False)
     abort: Abort = field(repr=False)
     client_sampling: bool = False
     requests: OrderedDict[str, Call] = field(default_factory=OrderedDict[str, Call], repr=False)
     result: dict[str, Any] | None = None
     encode: Callable[[str], list[int]] | None = field(default=None, repr=False)
+    controller_key: str = field(default_factory=lambda: f"ck-{secrets.token_hex(24)}", repr=False)
+    refusal: str = ""
+
+    @property
+    def url_with_key(self) -> str:
+        """The base URL for clients that do not send the key: it contains it."""
+        return f"{self.url}.{self.key}"
 
     def role(self, name: str, *, trainable: bool = True, group: str | None = None) -> RoleAddress:
         """Return the address of one of several agents of the episode, as `policy().role`.

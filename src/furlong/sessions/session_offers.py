@@ -81,7 +81,8 @@ class SessionOffers:
             offer = self._waiting.popleft()
         opened = offer.opened
         self._given.add(opened.id)
-        return {"id": opened.id, "url": opened.url, "key": opened.key, **offer.task}
+        keys = {"key": opened.key, "controller_key": opened.controller_key}
+        return {"id": opened.id, "url": opened.url, **keys, **offer.task}
 
     async def confirm(self, id: str) -> None:
         """Note that an application has got a session."""

@@ -1,9 +1,9 @@
 """HTTP of sessions: answers in all protocols (`SessionEndpoints`), and the server of a run (`SessionServer`).
 
-Agents in other processes talk to the policy, each in a session of its own. Routes are `/sessions/ID/v1/...`, with roles
-`/sessions/ID/roles/NAME/v1/...`, and `/v1/...` with the session's key, or KEY:NAME, as bearer token or `x-api-key`.
-There is no endpoint for weights. Requests are read and replies written on the event loop of the HTTP server; sessions
-live on that of the run.
+Agents in other processes talk to the policy, each in a session of its own, whose key, or KEY:ROLE, they send as bearer
+token or `x-api-key`. Routes are `/v1/...`, `/sessions/ID/v1/...`, and with roles `/sessions/ID/roles/NAME/v1/...`.
+In place of ID, ID.KEY is for clients that do not send the key. There is no endpoint for weights. Requests are read and
+replies written on the event loop of the HTTP server; sessions live on that of the run.
 """
 
 from __future__ import annotations
@@ -353,11 +353,25 @@ class SessionServer(SessionEndpoints):
     # -- on the event loop of the HTTP server ------------------------------------------------------------------
 
     def find(self, http: HttpRequest) -> OpenSession:
-        """Return the session that the path or the key names. Raises RefusedError (401 or 404) and EndedError."""
-        id, key = str(http.path_params.get("id", "")), key_of_client(http)[0]
-        opened = self._by_id.get(id) if id else self._by_key.get(key)
-        if opened is not None:
-            return opened
+        """Return the session that the path or the key names, if the key is that of the session.
+
+        Raises RefusedError (401 or 404) and EndedError.
+        """
+        opened, key = self._named(http)
+        if not hmac.compare_digest(key.encode(), opened.key.encode()):
+            raise RefusedError(
+                "the key of this session is required: Authorization: Bearer KEY, or x-api-key: KEY. An agent has it in "
+                "OPENAI_API_KEY and ANTHROPIC_API_KEY, or as the parameter api_key",
+                401,
+            )
+        return opened
+
+    def _named(self, http: HttpRequest) -> tuple[OpenSession, str]:
+        """Return the session that the path or the key names, and the key, which may be a wrong one."""
+        id, _, key = str(http.path_params.get("id", "")).partition(".")
+        key = key or key_of_client(http)[0]
+        if (opened := self._by_id.get(id) if id else self._by_key.get(key)) is not None:
+            return opened, key
         if (reason := self._ended.get(id or key)) is not None:
             raise EndedError(f"the session has ended: {reason}")
         if id:
@@ -365,10 +379,21 @@ class SessionServer(SessionEndpoints):
         raise RefusedError("the key of a session is required: Authorization: Bearer KEY, or x-api-key: KEY", 401)
 
     async def _end(self, http: HttpRequest) -> Response:
-        opened, body = self.find(http), await read_object(http)
+        """Answer POST .../end: with the controller's key it sets the result; an agent can only stop."""
+        opened, key = self._named(http)
+        is_controller = hmac.compare_digest(key.encode(), opened.controller_key.encode())
+        if not is_controller:
+            self.find(http)
+        body = await read_object(http)
+        offer = None if self.offers is None else self.offers.of(opened)
+        if not is_controller and (body or offer is not None):
+            raise RefusedError(
+                "the key of an agent cannot set reward, metadata or error; send the controller_key that POST /sessions "
+                "returned with the session, or return the result from the agent function or command",
+                403,
+            )
 
         async def end() -> None:
-            offer = None if self.offers is None else self.offers.of(opened)
             opened.result = read_result(body, needs_reward=offer is not None and offer.needs_reward)
             await self.end(opened)
             if offer is not None:

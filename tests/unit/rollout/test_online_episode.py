@@ -23,7 +23,14 @@ USER = {"role": "user", "content": "1+2="}
 Application = Callable[[httpx.AsyncClient, str], Awaitable[None]]
 
 
-def serve(application: Application, *, idle_s: float = 30.0, key: str | None = None, **settings: Any) -> Sample:
+def serve(
+    application: Application,
+    *,
+    idle_s: float = 30.0,
+    key: str | None = None,
+    rm_type: str | None = None,
+    **settings: Any,
+) -> Sample:
     """Play one sample, while `application` talks to the server at the address that it gets."""
     server = SessionServer(offers=SessionOffers(key))
 
@@ -31,7 +38,7 @@ def serve(application: Application, *, idle_s: float = 30.0, key: str | None = N
         async with asyncio.timeout(20), httpx.AsyncClient(timeout=20) as http:
             await application(http, f"http://127.0.0.1:{server.address[1]}")
 
-    args = {"custom_rm_path": None, "rm_type": None, "session_idle_timeout": idle_s}
+    args = {"custom_rm_path": None, "rm_type": rm_type, "session_idle_timeout": idle_s}
     (sample,) = play(generate_online, lambda text: "3", args=args, client=client, session_server=server, **settings)
     assert server.num_open == 0
     return sample
@@ -41,8 +48,16 @@ async def take(http: httpx.AsyncClient, address: str) -> dict[str, Any]:
     return (await http.post(f"{address}/sessions", json={"wait": 10})).raise_for_status().json()
 
 
+def of(taken: dict[str, Any], key: str = "key") -> dict[str, str]:
+    return {"Authorization": f"Bearer {taken[key]}"}
+
+
+async def end(http: httpx.AsyncClient, taken: dict[str, Any], body: Any, key: str = "controller_key") -> httpx.Response:
+    return await http.post(f"{taken['url']}/end", json=body, headers=of(taken, key))
+
+
 async def ask(http: httpx.AsyncClient, taken: dict[str, Any]) -> dict[str, Any]:
-    reply = await http.post(f"{taken['url']}/v1/chat/completions", json={"messages": [USER]})
+    reply = await http.post(f"{taken['url']}/v1/chat/completions", json={"messages": [USER]}, headers=of(taken))
     return reply.raise_for_status().json()["choices"][0]["message"]
 
 
@@ -52,7 +67,6 @@ def test_an_application_plays_an_episode_and_sets_its_reward():
         assert (taken["prompt"], taken["label"], taken["group"], taken["sample"]) == ("1+2=", 3.0, 0, 0)
         assert taken["evaluation"] is False
         assert (await ask(http, taken))["content"] == "3"
-        end = f"{taken['url']}/end"
         for body, named in (
             ({}, "reward is missing"),
             ({"reward": "high"}, "reward is 'high'"),
@@ -61,9 +75,9 @@ def test_an_application_plays_an_episode_and_sets_its_reward():
             ({"reward": 1, "metadata": [1]}, "metadata is"),
             ({"error": 3}, "error is 3"),
         ):
-            refused = await http.post(end, json=body)
+            refused = await end(http, taken, body)
             assert (refused.status_code, named in refused.text) == (400, True), refused.text
-        assert (await http.post(end, json={"reward": 0.75, "metadata": {"rating": "good"}})).status_code == 200
+        assert (await end(http, taken, {"reward": 0.75, "metadata": {"rating": "good"}})).status_code == 200
         late = await http.post(f"{taken['url']}/v1/chat/completions", json={"messages": [USER]})
         assert (late.status_code, "its episode is over" in late.text) == (410, True)
         empty = await http.post(f"{address}/sessions", json={"wait": 0})
@@ -85,7 +99,7 @@ def test_a_session_that_its_application_left_expires_and_is_offered_once_more():
         late = await http.post(f"{left['url']}/v1/chat/completions", json={"messages": [USER]})
         assert (late.status_code, "--session-idle-timeout" in late.text) == (410, True)
         await ask(http, taken)
-        await http.post(f"{taken['url']}/end", json={"reward": 1})
+        await end(http, taken, {"reward": 1})
         gc.collect()
         assert held[0]() is None, "the conversation is in memory"
 
@@ -114,7 +128,7 @@ def test_an_episode_whose_application_leaves_twice_or_reports_an_error_is_not_tr
     async def reports(http: httpx.AsyncClient, address: str) -> None:
         taken = await take(http, address)
         await ask(http, taken)
-        await http.post(f"{taken['url']}/end", json={"error": "the user closed the window"})
+        await end(http, taken, {"error": "the user closed the window"})
 
     sample = serve(reports)
     assert (sample.status, sample.reward) == (Status.FAILED, None)
@@ -127,7 +141,7 @@ def test_the_time_before_an_application_comes_is_not_part_of_the_episode():
         await asyncio.sleep(0.4)
         taken = await take(http, address)
         await ask(http, taken)
-        await http.post(f"{taken['url']}/end", json={"reward": 1})
+        await end(http, taken, {"reward": 1})
 
     sample = serve(application, flags=RolloutFlags(episode_timeout=0.3, tool_timeout=0.3))
     assert (sample.status, sample.reward) == (Status.COMPLETED, 1.0)
@@ -142,6 +156,22 @@ def test_a_key_protects_the_sessions():
             assert (await http.post(f"{address}/sessions", json=body)).status_code == 400
         taken = await take(http, address)
         await ask(http, taken)
-        await http.post(f"{taken['url']}/end", json={"reward": 1})
+        await end(http, taken, {"reward": 1})
 
     assert serve(application, key="sesame").reward == 1.0
+
+
+@pytest.mark.parametrize("rm_type", [None, "math"])
+def test_the_agents_key_sets_no_reward_metadata_or_error_and_does_not_end_the_episode(rm_type: str | None):
+    async def application(http: httpx.AsyncClient, address: str) -> None:
+        taken = await take(http, address)
+        await ask(http, taken)
+        for body in ({"reward": 99}, {"metadata": {"label": 3}}, {"error": "a bad episode"}, {}):
+            for headers in (of(taken), {"X-Api-Key": taken["key"] + ":judge"}):
+                refused = await http.post(f"{taken['url']}/end", json=body, headers=headers)
+                assert (refused.status_code, "controller_key" in refused.text) == (403, True)
+        for headers in ({}, {"X-Api-Key": "wrong"}):
+            assert (await http.post(f"{taken['url']}/end", json={"reward": 99}, headers=headers)).status_code == 401
+        await end(http, taken, {"reward": 0.25})
+
+    assert serve(application, rm_type=rm_type).reward == 0.25

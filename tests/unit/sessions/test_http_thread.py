@@ -90,7 +90,7 @@ def test_a_request_after_the_run_gets_an_answer():
     async def main() -> str:
         servers.append(SessionServer())
         session = Session(ChatFormat(script.tokenizer), script, name="s", params=SamplingParams())
-        return servers[0].open(session, nothing).url
+        return servers[0].open(session, nothing).url_with_key
 
     url = asyncio.run(main())
     reply = httpx.post(f"{url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})

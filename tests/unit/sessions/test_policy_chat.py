@@ -29,6 +29,9 @@ from furlong.rollout.metrics import rollout_metrics
 from furlong.sessions.session_server import SessionServer
 
 TURNS = 6
+NO_FLAGS = dict.fromkeys(
+    ("agent_function_path", "agent_command", "agent_memory_limit", "agent_env", "custom_rm_path", "rm_type")
+)
 
 
 class Rewards:
@@ -64,7 +67,7 @@ async def over_http(base_url: str, prompt: Any, request_kwargs: Any, metadata: A
 async def with_token_ids(args: Any, sample: Sample, sampling_params: Any) -> Sample:
     opened, form = session(sample), ChatFormat(policy().tokenizer)
     ids = form.encode(form.render(sample.prompt))
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=60, headers={"X-Api-Key": opened.key}) as client:
         for turn in range(TURNS):
             reply = await client.post(f"{opened.url}/inference/v1/generate", json={"token_ids": ids})
             sampled = reply.json()["choices"][0]["token_ids"]
@@ -115,7 +118,7 @@ def episodes(
             hooks=Hooks(custom_generate_function=function),
             vocab_size=416,
             max_tokens=context_len,
-            args=SimpleNamespace(agent_function_path=None, agent_command=None, agent_memory_limit=None, **args),
+            args=SimpleNamespace(**NO_FLAGS, **args),
             chat_format=ChatFormat(tokenizer),
             session_server=server,
         )
@@ -194,7 +197,7 @@ def test_64_episodes_are_64_samples_with_the_engines_ids_and_the_trainers_log_pr
 
 def _http(**options: Any) -> tuple[list[Sample], Any, Rewards]:
     async def generate(args: Any, sample: Sample, sampling_params: Any) -> Sample:
-        await over_http(session(sample).url, sample.prompt, agents.request_kwargs(sampling_params), {})
+        await over_http(session(sample).url_with_key, sample.prompt, agents.request_kwargs(sampling_params), {})
         return sample
 
     return episodes(generate, **options)
@@ -220,7 +223,9 @@ async def fifty_turns(args: Any, sample: Sample, sampling_params: Any) -> Sample
     messages: list[Any] = list(sample.prompt)
     async with httpx.AsyncClient(timeout=60) as client:
         for _ in range(50):
-            reply = await client.post(f"{session(sample).url}/v1/chat/completions", json={"messages": messages})
+            reply = await client.post(
+                f"{session(sample).url_with_key}/v1/chat/completions", json={"messages": messages}
+            )
             messages += [reply.raise_for_status().json()["choices"][0]["message"], {"role": "user", "content": "+"}]
     return sample
 
@@ -302,3 +307,22 @@ def test_results_of_agents_become_rewards_and_metadata():
     assert sample.reward == 1.0
     environments.record_result(sample, json.dumps("text"))
     assert sample.metadata["agent_result"] == '"text"'
+
+
+def test_a_command_sets_neither_reward_nor_metadata_of_the_row_where_a_reward_function_scores(caplog):
+    printed = {"reward": 99, "case": [], "rm_type": "random", "said": "done"}
+    rows: dict[str, tuple[dict[str, Any], Any, float | None, dict[str, Any]]] = {
+        "own function": ({"custom_rm_path": "own.py:fn"}, printed, None, {"case": [1], "said": "done"}),
+        "own function, number": ({"custom_rm_path": "own.py:fn"}, 99, None, {"case": [1], "agent_result": "99"}),
+        "verifier": ({"rm_type": "math"}, printed, None, {"case": [1]}),
+        "none": ({}, {"reward": 0.5, "said": "done"}, 0.5, {"case": [1], "said": "done"}),
+        "none, number": ({}, 1, 1.0, {"case": [1]}),
+    }
+    for name, (flags, result, reward, metadata) in rows.items():
+        sample, args = (
+            Sample(metadata={"case": [1]}),
+            SimpleNamespace(**{"custom_rm_path": None, "rm_type": None} | flags),
+        )
+        agents.record_command_result(args, sample, result)
+        assert (name, sample.reward, sample.metadata) == (name, reward, metadata)
+    assert "reward, case, rm_type" in caplog.text

@@ -290,6 +290,7 @@ def test_constraints_that_the_policy_does_not_have_are_counted():
 def test_a_key_and_an_id_are_required():
     async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
         base = opened.url.partition("/sessions")[0]
+        client.headers.pop("X-Api-Key")
         request = {"messages": [USER]}
         assert (await client.post(f"{base}/v1/chat/completions", json=request)).status_code == 401
         assert (await client.post(f"{base}/sessions/x/v1/chat/completions", json=request)).status_code == 404
@@ -297,6 +298,30 @@ def test_a_key_and_an_id_are_required():
         assert (await client.get(f"{base}/health")).status_code == 200
 
     run(qwen(), body)
+
+
+def test_a_session_answers_only_its_own_key_whatever_the_path_says():
+    other = "sk-" + "0" * 48
+
+    async def body(client: httpx.AsyncClient, opened: OpenSession) -> None:
+        client.headers.pop("X-Api-Key")
+        chat, end = {"messages": [USER]}, {"reward": 99}
+        for headers in ({}, {"X-Api-Key": "any"}, {"Authorization": f"Bearer {other}"}, {"X-Api-Key": opened.id}):
+            for base in (opened.url, f"{opened.url}.{other}", f"{opened.url}/roles/judge"):
+                for path in ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/generate"):
+                    reply = await client.post(base + path, json=chat, headers=headers)
+                    assert (reply.status_code, "OPENAI_API_KEY" in reply.text) == (401, True), (path, headers)
+                assert (await client.get(f"{base}/v1/models", headers=headers)).status_code == 401
+            assert (await client.post(f"{opened.url}/end", json=end, headers=headers)).status_code == 401
+        assert not opened.session.tree.nodes
+        for url, key in ((opened.url, opened.key), (opened.url, f"{opened.key}:judge"), (opened.url_with_key, "any")):
+            for headers in ({"X-Api-Key": key}, {"Authorization": f"Bearer {key}"}):
+                reply = await client.post(f"{url}/v1/chat/completions", json=chat, headers=headers)
+                assert reply.status_code == 200
+        refused = await client.post(f"{opened.url}/end", json=end, headers={"X-Api-Key": opened.key})
+        assert (refused.status_code, opened.result) == (403, None)
+
+    run(qwen(*"abcdef"), body)
 
 
 def test_clients_set_the_temperature_only_if_they_may():
@@ -324,8 +349,8 @@ def test_roles_have_urls_and_keys_and_conversations_apart():
         solver, judge = opened.role("solver"), opened.role("judge", trainable=False)
         await client.post(f"{solver.url}/v1/chat/completions", json={"messages": [USER]})
         server = opened.url.partition("/sessions/")[0]
-        bearer = {"Authorization": f"Bearer {judge.key}"}
-        await client.post(f"{server}/v1/chat/completions", json={"messages": [USER]}, headers=bearer)
+        key = {"X-Api-Key": judge.key}
+        await client.post(f"{server}/v1/chat/completions", json={"messages": [USER]}, headers=key)
         ids = {"token_ids": [5, 6, 7]}
         await client.post(f"{solver.url}/inference/v1/generate", json=ids)
         assert [node.role for node in opened.session.tree.nodes] == ["solver", "judge", "solver"]

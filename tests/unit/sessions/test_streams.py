@@ -203,7 +203,7 @@ def test_openais_client_reassembles_a_stream(clients):
     openai = pytest.importorskip("openai", reason="pip install openai, or set FURLONG_CLIENTS_DIR")
 
     async def body(_client: httpx.AsyncClient, opened: OpenSession) -> None:
-        async with openai.AsyncOpenAI(base_url=f"{opened.url}/v1", api_key="any", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{opened.url}/v1", api_key=opened.key, max_retries=0) as client:
             options = {"stream": True, "stream_options": {"include_usage": True}, "tools": TOOLS}
             chunks: list[Any] = []
             async for chunk in await client.chat.completions.create(model="tiny", messages=[USER], **options):
@@ -233,7 +233,7 @@ def test_anthropics_client_reassembles_a_stream(clients):
     async def body(_client: httpx.AsyncClient, opened: OpenSession) -> None:
         request = REQUESTS["v1/messages"]
         async with (
-            anthropic.AsyncAnthropic(base_url=opened.url, api_key="any", max_retries=0) as client,
+            anthropic.AsyncAnthropic(base_url=opened.url, api_key=opened.key, max_retries=0) as client,
             client.messages.stream(model="tiny", **request) as stream,
         ):
             texts = [text async for text in stream.text_stream]

@@ -24,7 +24,6 @@ from furlong.config.hooks import BUILT_IN
 from furlong.config.resolve import COPIES, Derived, derive
 from furlong.config.sections import Config
 from furlong.config.topology import Topology
-from furlong.core.addresses import is_loopback
 from furlong.core.process_environment import SESSIONS_KEY_VARIABLE
 from furlong.core.text import did_you_mean
 
@@ -188,11 +187,10 @@ def _rollouts(config: Config) -> Problems:
             "--rm-type math (metadata.rm_type of a row takes precedence)"
         )
     session = config.session
-    is_open = not (is_loopback(session.session_server_host) or os.environ.get(SESSIONS_KEY_VARIABLE))
-    if session.online_sessions and is_open:
+    if session.online_sessions and not os.environ.get(SESSIONS_KEY_VARIABLE):
         yield (
-            f"--session-server-host {session.session_server_host} is reachable from other machines, which could take "
-            f"sessions; set {SESSIONS_KEY_VARIABLE} to a key that applications send, or use 127.0.0.1"
+            "--online-sessions: whatever reaches the session server, such as a command of the policy, could take "
+            f"sessions and set rewards; set {SESSIONS_KEY_VARIABLE} to a secret that applications send"
         )
     if session.environment or session.agent_function_path:
         yield from environment_problems(config)

@@ -15,8 +15,8 @@ class SessionFlags:
 
     agent_function_path: str | None = flag(
         None,
-        "User function that runs an agent: `f(base_url, prompt, request_kwargs, metadata)`, async or not. The agent "
-        "calls base_url + /v1/chat/completions, /v1/messages or /v1/responses.",
+        "User function that runs an agent: `f(base_url, api_key, prompt, request_kwargs, metadata)`, async or not. The "
+        "agent calls base_url + /v1/chat/completions, /v1/messages or /v1/responses with the key.",
         excludes="custom_generate_function_path apply_chat_template",
     )
     agent_command: str | None = flag(
