@@ -57,6 +57,42 @@ def test_two_started_servers_reproduce_the_run_of_the_embedded_engine(model, dat
     assert [f"weight_sync verified: version {n}, every checksum verified" in log for n in range(3)] == [True] * 3
 
 
+KEYS = """
+import httpx, pathlib, psutil
+from furlong import policy
+
+ANSWERS = set()
+
+
+async def generate(args, sample, sampling_params):
+    words = [p.cmdline() for p in psutil.Process().children(recursive=True)]
+    port = next(each[each.index("--port") + 1] for each in words if "serve" in each and "--port" in each)
+    turn = await policy().generate(sample.tokens, **sampling_params)
+    sample.append_response_tokens(tokens=turn.tokens, log_probs=turn.log_probs, text=turn.text, version=turn.versions)
+    sample.reward = float(len(turn.tokens) % 2)
+    gateway = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
+        for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/server_info"):
+            ANSWERS.add(("engine", path, (await client.post(f"http://127.0.0.1:{port}{path}", json=body)).status_code))
+            ANSWERS.add(("run", path, (await client.post(gateway + path, json=body)).status_code))
+    pathlib.Path("ANSWERS").write_text(repr(sorted(ANSWERS)))
+    return sample
+"""
+
+
+def test_engines_have_a_random_key_and_what_functions_post_to_has_none(model, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FURLONG_API_KEY", raising=False)
+    (tmp_path / "keys.py").write_text(KEYS)
+    function = {"custom_generate_function_path": f"{tmp_path}/keys.py:generate", "rm_type": None}
+    train(flags(model, data, tmp_path / "run", engine="embedded", rollout_num_gpus=1, num_rollout=1, **function))
+    answers = eval((tmp_path / "ANSWERS").read_text())
+    assert {status for who, _, status in answers if who == "engine"} == {401}
+    served = {path: status for who, path, status in answers if who == "run"}
+    assert served == {"/generate": 200, "/pause_generation": 404, "/update_weights_from_disk": 404, "/server_info": 404}
+
+
 def test_a_colocated_server_reproduces_the_run_of_the_embedded_engine(model, data, embedded, tmp_path, engines):
     (samples, _), folder = sampled(model, data, tmp_path, engine="embedded", rollout_num_gpus=1, colocate=True)
     assert [s.tokens for s in samples] == [s.tokens for s in embedded[0]]

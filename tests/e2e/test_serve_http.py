@@ -52,6 +52,25 @@ async def post(client, path, **body):
     return reply.status_code, reply.json()
 
 
+def test_weights_cannot_be_read_or_replaced_by_web_pages():
+    async def body(client, engine):
+        before = checksum(engine.model.table.view("model.norm.weight"))
+        for headers in (
+            {"Origin": "http://evil.example"},
+            {"Host": "evil.example:30000"},
+            {"Sec-Fetch-Site": "cross-site"},
+        ):
+            for path in ("/update_weights_from_tensor", "/update_weights_from_disk", "/pause_generation", "/generate"):
+                reply = await client.post(path, content="{}", headers={"Content-Type": "text/plain", **headers})
+                assert reply.status_code == 403, (path, headers)
+            assert (await client.get("/get_weights_by_name?name=lm_head.weight", headers=headers)).status_code == 403
+            assert (await client.get("/health", headers=headers)).status_code == 200
+        assert checksum(engine.model.table.view("model.norm.weight")) == before
+        return await client.post("/generate", json={"input_ids": [5], "sampling_params": GREEDY})
+
+    assert served(body).status_code == 200
+
+
 def test_generate_replies_like_sglang():
     async def body(client, _engine):
         return await post(

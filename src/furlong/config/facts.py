@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from furlong.config.engine_groups import is_split, served_models
 from furlong.config.sections import Config
 from furlong.core.model_config import read_json
 from furlong.core.routing import RoutingShape
@@ -15,6 +16,16 @@ SERVERS = ("external", "sglang")  # never in this process; embedded engines are 
 def is_started(config: Config) -> bool:
     """Whether furlong starts engine servers."""
     return config.cluster.engine in ("sglang", "embedded") and config.engines.rollout_num_gpus is not None
+
+
+def gets_random_key(config: Config) -> bool:
+    """Whether the engines that furlong starts get a random API key.
+
+    Functions written for slime send no key to routers. A router adds that of the engines, but not for prefill and
+    decode engines (sglang-router 0.3.2).
+    """
+    is_keyless = is_started(config) and not config.cluster.sglang_api_key
+    return is_keyless and not any(is_split(model.groups) for model in served_models(config))
 
 
 def is_served(config: Config) -> bool:

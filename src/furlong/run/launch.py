@@ -16,7 +16,7 @@ from furlong.catalogue import Diagnosis, Problem, diagnosis, most_severe_first
 from furlong.cluster.ray_session import check_fits, cluster_nodes
 from furlong.config.checks.engine_checks import device_problems
 from furlong.config.command_line import Resolved
-from furlong.config.facts import is_served, is_started, without_engines
+from furlong.config.facts import gets_random_key, is_served, is_started, without_engines
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.garbage import import_without_gc, raise_gc_threshold
@@ -117,7 +117,7 @@ def _cluster_findings(config: Config) -> Iterator[Diagnosis]:
         yield diagnosis("GPU01", finding, remedy=remedy, evidence=evidence)
     for problem in device_problems(config, "cuda" if resource == "GPU" else "cpu"):
         yield from_problem(problem, {"address": address})
-    if is_started(config) and not without_engines(config):
+    if is_started(config) and not gets_random_key(config) and not without_engines(config):
         from furlong.inference.supervisor.launch import key_problem  # imports torch
 
         keys = (key_problem(config.cluster.sglang_api_key, "an engine", node.address) for node in nodes)

@@ -285,7 +285,7 @@ class SessionServer(SessionEndpoints):
         self._by_id: dict[str, OpenSession] = {}
         self._by_key: dict[str, OpenSession] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # with the reason
-        self.http = HttpThread(Gate(self._app(), limits), limits, host=host, port=port)
+        self.http = HttpThread(Gate(self._app(), limits, has_own_keys=True), limits, host=host, port=port)
         self.address: tuple[str, int] = self.http.address
 
     def _app(self) -> Starlette:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from furlong.config.checks.validate import validate
 from furlong.config.checks.value_checks import epoch_problem
 from furlong.config.command_line import Resolved, without_credentials
 from furlong.config.evaluation import used_eval_specs
+from furlong.config.facts import gets_random_key
 from furlong.config.hooks import usable_hooks
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
@@ -122,7 +124,11 @@ class Built:
 
 def build(resolved: Resolved, folder: Path) -> Built:
     """Build everything that the loop drives. Raises ConfigError or DataError before anything is started."""
-    context = RunContext.read(resolved.config, usable_hooks(resolved.config), folder)
+    config, client_key = resolved.config, resolved.config.cluster.sglang_api_key
+    if gets_random_key(config):  # which user functions do not need: what they post to cannot change weights
+        cluster = dataclasses.replace(config.cluster, sglang_api_key=f"ek-{secrets.token_hex(24)}")
+        config = dataclasses.replace(config, cluster=cluster)
+    context = dataclasses.replace(RunContext.read(config, usable_hooks(config), folder), client_key=client_key)
     with contextlib.ExitStack() as opened:  # what is open is closed if a later part cannot be built
         built = _build(context, opened)
         opened.pop_all()

@@ -42,6 +42,7 @@ class RunContext:
 
     rewards, files: collected while parts are built, to be closed at the end. load: permits of all episodes.
     verifier_sandboxes: by verifier, shared by all rewards, so that training and evaluation use the same workers.
+    client_key: that user functions send to the addresses in `args`; None for no key.
     """
 
     config: Config
@@ -61,6 +62,7 @@ class RunContext:
     files: list[StepFile] = field(default_factory=list[StepFile])
     load: EpisodeLoad = field(default_factory=EpisodeLoad)
     session_server: SessionServer | None = None
+    client_key: str | None = None
 
     def __post_init__(self) -> None:
         os.environ[ISOLATION] = self.config.session.sandbox_isolation  # also for functions in worker processes

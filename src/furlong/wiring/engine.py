@@ -141,6 +141,7 @@ def _build_servers(
         first_ranks=() if cluster is None else cluster.first_ranks,
         weights=sync,
         devices=device_sharing,
+        router_key=context.client_key,
     )
     opened.callback(lambda: asyncio.run(supervisor.close()))
     return ServingParts(

@@ -402,7 +402,7 @@ def build_gateway(
         partial(complete_request, engine),
         encode=lambda text: list(context.tokenizer.encode(text)),
         facts={"model_path": str(context.model_dir), "tokenizer_path": str(context.model_dir), "is_generation": True},
-        api_key=context.config.cluster.sglang_api_key,
+        api_key=context.client_key,
         tokenizer=context.tokenizer,
     )
     opened.callback(lambda: asyncio.run(gateway.close()))

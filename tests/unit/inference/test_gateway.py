@@ -54,6 +54,25 @@ def test_a_reply_has_tokens_log_probs_and_the_version_of_each_token():
     assert info.json() == {"model_path": "m"}
 
 
+def test_without_a_key_pages_of_other_sites_are_refused_and_with_one_the_key_decides():
+    pages = [
+        {"Origin": "http://evil.example", "Content-Type": "text/plain"},
+        {"Origin": "null"},
+        {"Host": "evil.example:80"},
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:80"},
+        {"Sec-Fetch-Site": "cross-site"},
+    ]
+    own = [{}, {"Host": "localhost:80"}, {"Host": "[::1]:80"}, {"Host": "a:1", "Authorization": "Bearer word"}]
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+    for headers in pages:
+        (reply,), calls, _ = post(body, headers=headers)
+        assert (reply.status_code, "web pages" in reply.text, calls) == (403, True, []), headers
+    for headers in own:
+        (reply,), _, _ = post(body, headers=headers, api_key="word" if "Authorization" in headers else None)
+        assert reply.status_code == 200, headers
+
+
 def test_texts_samples_and_the_default_limit():
     replies, calls, _ = post({"text": "ab"}, {"input_ids": [1], "sampling_params": {"n": 3}})
     assert [ids for ids, _ in calls] == [[97, 98], [1], [1], [1]]

@@ -24,12 +24,12 @@ class Worker(http.server.ThreadingHTTPServer):
 
     def __init__(self, role: str) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.role, self.asked = role, list[dict[str, Any]]()
+        self.role, self.asked, self.keys = role, list[dict[str, Any]](), set[str | None]()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def client(self) -> SglangServer:
-        server = SglangServer(f"http://127.0.0.1:{self.server_port}", ServerInfo.read({}))
+        server = SglangServer(f"http://127.0.0.1:{self.server_port}", ServerInfo.read({}), api_key="key of engines")
         server.role = self.role
         return server
 
@@ -41,6 +41,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(body)
+        self.server.keys.add(self.headers["Authorization"])
         self.answer({"text": self.server.role, "meta_info": {}})
 
     def answer(self, body: dict[str, Any]) -> None:
@@ -87,6 +88,23 @@ def test_a_request_goes_to_one_prefill_and_one_decode_engine(workers, tmp_path):
     assert prefill[0]["bootstrap_port"] == decode[0]["bootstrap_port"] == 18_998
     assert prefill[0]["bootstrap_room"] == decode[0]["bootstrap_room"]
     assert prefill[0]["input_ids"] == decode[0]["input_ids"] == [1, 2, 3]
+
+
+def test_clients_of_a_router_without_a_key_need_none_and_cannot_reach_weights(workers, tmp_path):
+    async def body() -> list[int]:
+        router = SglangRouter(LocalHost(), "cache_aware", tmp_path / "router.log", concurrency=4)
+        client = await router.start()
+        try:
+            await router.add(workers[0].client)
+            async with httpx.AsyncClient(base_url=client.url, trust_env=False) as stranger:
+                paths = ("/generate", "/update_weights_from_disk", "/pause_generation", "/get_weights_by_name")
+                return [(await stranger.post(path, json={"input_ids": [1]})).status_code for path in paths]
+        finally:
+            await router.close()
+
+    workers[0].role = "regular"
+    assert asyncio.run(body()) == [200, 404, 404, 404]
+    assert workers[0].keys == {"Bearer key of engines"}
 
 
 def test_the_router_requires_the_key_which_no_command_shows(workers, tmp_path, caplog):

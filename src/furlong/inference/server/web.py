@@ -14,11 +14,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import orjson
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from furlong.core.addresses import bound_socket
+from furlong.core.addresses import bound_socket, is_loopback, split_port
 from furlong.errors import EngineError, RolloutError
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.schemas import shorten
@@ -73,11 +74,15 @@ def flag_of(name: str) -> str:
 class Gate:
     """ASGI middleware: check the key, and refuse requests beyond the limit of concurrent ones, except to /health.
 
-    api_key: sent as `Authorization: Bearer <key>`; None for no key.
+    api_key: sent as `Authorization: Bearer <key>`; None for no key, where web pages are refused instead, unless each
+    request needs a key (`has_own_keys`).
     """
 
-    def __init__(self, app: ASGIApp, limits: ServerLimits, api_key: str | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, limits: ServerLimits, api_key: str | None = None, *, has_own_keys: bool = False
+    ) -> None:
         self._app, self._limits = app, limits
+        self._checks_origin = api_key is None and not has_own_keys
         self._key = None if api_key is None else f"Bearer {api_key}".encode()
         self._num_open = 0
 
@@ -91,6 +96,11 @@ class Gate:
             sent = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(sent, self._key):
                 refusal = "a valid API key is required: Authorization: Bearer <key>", 401
+        elif self._checks_origin and (sender := web_page_of(Headers(scope=scope))):
+            text = (
+                "a server without an API key does not answer web pages of other sites; use http://127.0.0.1, or a key"
+            )
+            refusal = f"{sender}: {text}", 403
         limit = self._limits.max_concurrent_requests
         if refusal is None and self._num_open >= limit:
             refusal = f"{limit} requests are open, the limit of --max-concurrent-requests; retry later", 429
@@ -104,6 +114,20 @@ class Gate:
             logger.info("%s %s was cancelled: the server exits", scope["method"], scope["path"][:200])
         finally:
             self._num_open -= 1
+
+
+def web_page_of(headers: Headers) -> str:
+    """Return the header that shows that a page of another site may have sent a request; "" without one.
+
+    A browser sends requests of any page to this machine. The name of the server in them may be that of the page, which
+    its owner lets point here (DNS rebinding), so only names of the loopback interface are accepted.
+    """
+    host, origin, site = (headers.get(name, "") for name in ("host", "origin", "sec-fetch-site"))
+    if host and not is_loopback((split_port(host)[0] or host).lower()):
+        return f"Host: {shorten(host, 200)}"
+    if origin and origin.partition("://")[2] != host:
+        return f"Origin: {shorten(origin, 200)}"
+    return f"Sec-Fetch-Site: {site}" if site in ("cross-site", "same-site") else ""
 
 
 def answering(handler: Handler, limits: ServerLimits) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -206,7 +206,7 @@ class SglangServer:
         self.seen_alive_s = -math.inf  # monotonic start time of the last health check that passed
         self.answered_s = -math.inf
         self._busy = BUSY + busy
-        self._headers = {"Content-Type": "application/json"}
+        self._headers, self.api_key = {"Content-Type": "application/json"}, api_key
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
             parts = urlsplit(url)  # a key takes precedence over a password

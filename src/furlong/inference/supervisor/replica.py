@@ -267,8 +267,8 @@ class SglangRouter:
         body: dict[str, Any] = {"url": server.url, "worker_type": server.role}
         if server.bootstrap_port is not None:
             body["bootstrap_port"] = server.bootstrap_port
-        if self.api_key:
-            body["api_key"] = self.api_key
+        if server.api_key:
+            body["api_key"] = server.api_key
         await self._connection.ask("/workers", body)
         await self._wait_for_worker(server.url, present=True)
 

@@ -447,6 +447,7 @@ class EngineSupervisor:
         first_ranks: Trainer rank on the first GPU of each engine, where they share GPUs.
         weights: Loads the current weights into a restarted engine of the trained model; None if nothing is trained.
         devices: Hands the devices of a colocated trainer to an engine that is restarted.
+        router_key: API key of the routers, which user functions must send, too.
     """
 
     def __init__(
@@ -461,9 +462,10 @@ class EngineSupervisor:
         first_ranks: Sequence[int] = (),
         weights: WeightLoader | None = None,
         devices: DeviceSharing | None = None,
+        router_key: str | None = None,
     ) -> None:
         self._replica_sets: list[ReplicaSet] = []
-        self._routers = _build_routers(config, log_dir) if launches else {}
+        self._routers = _build_routers(config, log_dir, router_key) if launches else {}
         self._monitors: list[Callable[[], Coroutine[Any, Any, None]]] = [partial(watch_load, engine.pool)]
         if not config.fault.use_fault_tolerance:
             self._monitors.append(partial(watch_silence, engine.pool, on_event))
@@ -509,7 +511,7 @@ class EngineSupervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def _build_routers(config: Config, log_dir: Path) -> dict[str, SglangRouter]:
+def _build_routers(config: Config, log_dir: Path, api_key: str | None) -> dict[str, SglangRouter]:
     """Return the router of each model on this machine, that of the trained model first; none for direct requests."""
     cluster, engines = config.cluster, config.engines
     if engines.sglang_router_strategy == "direct":
@@ -522,7 +524,7 @@ def _build_routers(config: Config, log_dir: Path) -> dict[str, SglangRouter]:
             log_dir / ("router.log" if model.is_trained else f"router-{model.name}.log"),
             concurrency=cluster.sglang_server_concurrency * model.num_engines,
             timeout_s=cluster.sglang_router_request_timeout_secs,
-            api_key=cluster.sglang_api_key,
+            api_key=api_key,
             options=engines.router_options,
             is_split=is_split(model.groups),
         )
