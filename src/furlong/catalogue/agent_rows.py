@@ -84,9 +84,11 @@ ROWS = (
         "R",
         "warning",
         symptom="Samples are missing from the batch; the agent seems to succeed.",
-        cause="The agent asks another endpoint than its session's, or gives up before its first request.",
+        cause="Candidates: its requests are refused and it ignores that; it asks another endpoint than its session's; "
+        "it gives up before its first request.",
         checked="Episodes that ended without an answer of the policy.",
-        remedy="Let the agent use `base_url` (a function) or OPENAI_BASE_URL and OPENAI_API_KEY (a command). Print "
+        remedy="Read the last refused request in the log (`grep 'last request was refused' run.log`). Without one, let "
+        "the agent use `base_url` (a function) or OPENAI_BASE_URL and OPENAI_API_KEY (a command). Print "
         "what it does in one episode with --rollout-batch-size 1.",
     ),
     Row(

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from furlong.config.topology import Topology
+from furlong.core.process_environment import is_secret
 from furlong.errors import ClusterError, ConfigError
 from furlong.machine import COMPILE_CACHES
 
@@ -40,7 +41,8 @@ SETTINGS = {
 # For a local cluster only: bind every port to 127.0.0.1 and require a random token.
 LOCAL_SETTINGS = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 
-# Prefixes of environment variables that are copied to workers on other machines; local workers inherit all.
+# Prefixes of environment variables that are copied to workers on other machines, without secrets: the dashboard of Ray
+# shows them. Local workers inherit all.
 FORWARDED = ("NCCL_", "GLOO_", "TORCH", "PYTORCH_", "HF_", "TOKENIZERS_", "SGLANG_", "OMP_", "MKL_", "FURLONG_")
 FORWARDED_NAMES = ("PYTHONPATH", "SLIME_DEBUG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG")
 
@@ -63,7 +65,8 @@ class RaySession:
         if self.is_own:
             return {}
         names = (*FORWARDED_NAMES, *COMPILE_CACHES)
-        return {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) or k in names}
+        sent = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED) or k in names}
+        return {name: value for name, value in sent.items() if not is_secret(name)}
 
     def close(self) -> None:
         """Disconnect; stop the cluster and its processes if the run started it."""

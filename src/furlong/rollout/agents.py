@@ -22,6 +22,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any, cast
 
 from furlong.core.event_loop import call_in_thread
+from furlong.core.process_environment import agent_environment
 from furlong.core.sample import ROLE, Sample
 from furlong.core.supervised_process import ProcessLimits, ending_of, run_supervised
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user, with_hook_errors
@@ -61,6 +62,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     try:
         result = await _run(args, sample, sampling_params)
     except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and policy().watch.reached is not None:
+            _score_without_result(args, sample)  # it hangs
         if isinstance(error, InfraError) or not is_raised_by_user(error) or not policy().session_tree.tree.nodes:
             raise
         _record_error(args, sample, error)
@@ -72,9 +75,11 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     record_posted_result(sample, policy().open_session())
     if not policy().session_tree.tree.nodes:
         sample.metadata[SILENT] = True
+        refusal = policy().open_session().refusal
+        address = "base_url" if args.agent_function_path else "OPENAI_BASE_URL"
         raise RolloutError(
-            f"the agent of sample {sample.index} ended without an answer of the policy; let it call "
-            f"{'base_url' if args.agent_function_path else 'OPENAI_BASE_URL'}"
+            f"the agent of sample {sample.index} ended without an answer of the policy; "
+            + (f"its last request was refused with {refusal}" if refusal else f"let it call {address}")
         )
     return sample
 
@@ -110,6 +115,7 @@ async def _run(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> An
     task = {"prompt": sample.prompt, "metadata": sample.metadata, "tools": sample.tools}
     memory_gib = args.agent_memory_limit
     limits = ProcessLimits(memory_bytes=None if memory_gib is None else int(memory_gib * 2**30))
+    variables = {**agent_environment(os.environ, args.agent_env or ()), **variables}
     return await run_command(args.agent_command, json.dumps(task), variables, limits)
 
 
@@ -122,6 +128,10 @@ def _record_error(args: Any, sample: Sample, error: BaseException) -> None:
         sample.metadata[LIMIT] = "context"
     elif policy().watch.reached is None:
         sample.metadata[AGENT_ERROR] = describe_exception(error)
+    _score_without_result(args, sample)
+
+
+def _score_without_result(args: Any, sample: Sample) -> None:
     if sample.reward is None and not has_reward_function(args, sample):
         sample.reward = 0.0
 
@@ -182,7 +192,7 @@ async def run_command(command: str, task: str, variables: Mapping[str, str], lim
         ["/bin/sh", "-c", command],
         stdin=task.encode() + b"\n",
         directory=os.getcwd(),
-        environment={**os.environ, "TMPDIR": folder, **variables},
+        environment={**variables, "TMPDIR": folder},
         limits=limits,
         deletes=folder,
     )
@@ -243,7 +253,8 @@ async def generate_online(
     record_posted_result(sample, opened)
     if not current.session_tree.tree.nodes:
         sample.metadata[SILENT] = True
-        raise RolloutError(f"the application ended sample {sample.index} without an answer of the policy")
+        refused = f"; its last request was refused with {opened.refusal}" if opened.refusal else ""
+        raise RolloutError(f"the application ended sample {sample.index} without an answer of the policy{refused}")
     return sample
 
 

@@ -154,6 +154,13 @@ class SessionEndpoints(ABC):
 
     async def _answer(self, protocol: Protocol, http: HttpRequest) -> Response:
         opened = self.find(http)
+        try:
+            return await self._answer_of(opened, protocol, http)
+        except (EngineError, RolloutError) as error:
+            opened.refusal = f"status {status_of(error)}: {error}"
+            raise
+
+    async def _answer_of(self, opened: OpenSession, protocol: Protocol, http: HttpRequest) -> Response:
         role = str(http.path_params.get("role") or key_of_client(http)[1])
         try:
             check_role(role or "none")
@@ -301,7 +308,15 @@ class SessionServer(SessionEndpoints):
         routes.append(Route("/sessions/{id}/end", end, methods=["POST"]))
         if self.offers is not None:
             routes.append(Route("/sessions", answering(self._take, self._limits), methods=["POST"]))
-        return Starlette(routes=routes, exception_handlers={404: not_found, 405: not_found})
+        missing = {404: self._not_found, 405: self._not_found}
+        return Starlette(routes=routes, exception_handlers=missing)
+
+    async def _not_found(self, http: HttpRequest, error: Exception) -> Response:
+        """Answer a request for a path that is not served, and note it in the session that the path names."""
+        _, name, id, *rest = [*http.url.path.split("/"), "", ""]
+        if name == "sessions" and (opened := self._by_id.get(id.partition(".")[0])) is not None:
+            opened.refusal = f"status 404: {http.method} /{'/'.join(rest).rstrip('/')[:200]} is not served by sessions"
+        return await not_found(http, error)
 
     async def start(self) -> None:
         """Answer requests if applications take sessions; otherwise the first session starts that.
@@ -359,11 +374,12 @@ class SessionServer(SessionEndpoints):
         """
         opened, key = self._named(http)
         if not hmac.compare_digest(key.encode(), opened.key.encode()):
-            raise RefusedError(
+            text = (
                 "the key of this session is required: Authorization: Bearer KEY, or x-api-key: KEY. An agent has it in "
-                "OPENAI_API_KEY and ANTHROPIC_API_KEY, or as the parameter api_key",
-                401,
+                "OPENAI_API_KEY and ANTHROPIC_API_KEY, or as the parameter api_key"
             )
+            opened.refusal = f"status 401: {text}"
+            raise RefusedError(text, 401)
         return opened
 
     def _named(self, http: HttpRequest) -> tuple[OpenSession, str]:

@@ -46,7 +46,13 @@ def ended(
             if not running[0]:
                 await close_environment_workers()
 
-    defaults = {"agent_function_path": None, "agent_command": None, "custom_rm_path": "own.py:fn", "rm_type": None}
+    defaults = {
+        "agent_function_path": None,
+        "agent_command": None,
+        "agent_env": (),
+        "custom_rm_path": "own.py:fn",
+        "rm_type": None,
+    }
     defaults |= {"agent_memory_limit": None, "rollout_seed": 1, "env_workers": ("thread", "8"), "environment": ()}
 
     def played(num_samples: int, **options: Any) -> list[Sample]:
@@ -95,6 +101,13 @@ def test_of_an_agent_function(name: str, workers: tuple[str, str], tmp_path: Pat
     samples = ended(agents.generate, tmp_path, ends=ENDS, agent_function_path=path, env_workers=workers)
     scored = ENDS | {"raise": ("", "", Status.COMPLETED)}
     check(samples, scored, COUNTS)
+
+
+def test_an_agent_that_hangs_or_crashes_without_a_reward_function_gets_0(tmp_path: Path):
+    path = f"{ending_agents.__file__}:solve"
+    ends = {name: ENDS[name] for name in ("hang", "raise")}
+    samples = ended(agents.generate, tmp_path, ends=ends, agent_function_path=path, custom_rm_path=None)
+    assert [sample.reward for sample in samples] == [0.0, 0.0]
 
 
 def test_of_a_command(tmp_path: Path):

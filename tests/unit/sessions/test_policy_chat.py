@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from furlong.chat.template_boundary import ChatFormat
 from furlong.config.hooks import Hooks
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Group, Sample, Status
+from furlong.errors import RolloutError
 from furlong.inference.embedded import EmbeddedEngine
 from furlong.interfaces import SamplingParams
 from furlong.rollout import agents, environments
@@ -307,6 +309,47 @@ def test_results_of_agents_become_rewards_and_metadata():
     assert sample.reward == 1.0
     environments.record_result(sample, json.dumps("text"))
     assert sample.metadata["agent_result"] == '"text"'
+
+
+def test_the_last_refused_request_is_in_the_error_of_an_agent_that_swallowed_it():
+    requests = {
+        "/v1/chat/completions": ({"messages": [question(0)], "presence_penalty": 1}, True, "presence_penalty"),
+        "/chat/completion": ({}, True, "POST /chat/completion is not served"),
+        "/v1/messages": ({"messages": [question(0)]}, False, "status 401: the key of this session"),
+    }
+    for path, (body, sends_key, named) in requests.items():
+
+        async def swallows(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+            args.agent_command = "true"
+            opened = session(sample)
+            url = opened.url_with_key if sends_key else opened.url  # noqa: B023
+            async with httpx.AsyncClient(timeout=60) as client:
+                assert (await client.post(url + path, json=body)).status_code >= 400  # noqa: B023
+            return await agents.generate(args, sample, sampling_params)
+
+        samples, _, _ = episodes(swallows, num_groups=1)
+        assert all(named in sample.outcome.reason for sample in samples if sample.outcome), path
+
+
+def test_a_command_gets_no_secret_of_the_run(monkeypatch):
+    secrets = ("FURLONG_API_KEY", "FURLONG_SESSIONS_KEY", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MINE")
+    for name in secrets:
+        monkeypatch.setenv(name, "secret of the host")
+    monkeypatch.setenv("CHOSEN", "yes")
+    seen: list[dict[str, str]] = []
+
+    async def command(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+        show = "import json, os; print(json.dumps({'seen': dict(os.environ)}))"
+        args.agent_command, args.agent_env = f'{sys.executable} -c "{show}"', ("CHOSEN",)
+        with contextlib.suppress(RolloutError):  # it does not ask the policy
+            await agents.generate(args, sample, sampling_params)
+        seen.append(sample.metadata["seen"])
+        return await in_process(args, sample, sampling_params)
+
+    episodes(command, num_groups=1)
+    for variables in seen:
+        assert "secret of the host" not in variables.values()
+        assert {"PATH", "HOME", "TMPDIR", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "CHOSEN"} <= variables.keys()
 
 
 def test_a_command_sets_neither_reward_nor_metadata_of_the_row_where_a_reward_function_scores(caplog):

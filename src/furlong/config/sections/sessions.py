@@ -32,6 +32,13 @@ class SessionFlags:
         within="(0, inf)",
         needs="agent_command or agent_function_path or environment",
     )
+    agent_env: tuple[str, ...] = flag(
+        (),
+        "Names of environment variables that `--agent-command` gets, in addition to those of programs in general, such "
+        "as PATH, HOME and LANG. Secrets of the run are not among these.",
+        kind="many",
+        needs="agent_command",
+    )
     environment: tuple[str, ...] = flag(
         (),
         "Class of the environment, as file.py:Class or file.py:Class?key=value&key=value with arguments of the class. "
