@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from faults_marker import fault
 from furlong.catalogue import Diagnosis
 from furlong.config.command_line import config_from_values
+from furlong.core.sample import Group, Sample
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
 from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED
+from furlong.rollout.metrics import rollout_metrics
 
 Flags = Mapping[str, Any]
 
@@ -140,6 +143,10 @@ ROLLOUTS = (
           remedy="furlong reward test"),
     steps("rewards that time out", "REW03", [{"rollout/reward_timed_out": 8.0}], {"rollout_batch_size": 8},
           remedy="--reward-timeout"),
+    steps("empty answers that get the best reward", "REW05",
+          [{"rollout/suspicious/empty": 9.0, "rollout/suspicious/empty_best": 9.0}], remedy="reward test"),
+    steps("code that ends its tests", "REW05",
+          [{"rollout/suspicious/exit": 10.0, "rollout/suspicious/exit_best": 9.0}], remedy="outside of the sandbox"),
     steps("rewards that a step waits for", "REW04", [WAITS | {"perf/reward_wait_time": 8.0}] * 3,
           {"custom_rm_path": "own.py:reward"}, remedy="--num-reward-workers|async def"),
     steps("a slow reward server", "REW04", [WAITS | {"perf/reward_wait_time": 8.0}] * 3,
@@ -267,6 +274,9 @@ HEALTHY = (
     steps("Qwen2.5-Coder-0.5B that learns word problems", "", LEARNING, WORD_PROBLEMS),
     steps("responses that get longer", "", [{n: v * (1 + i / 5 * (n == "perf/rollout_time")) for n, v in SPEED.items()}
                                             for i in range(40)]),
+    steps("empty answers and exits that lose", "",
+          [{"rollout/suspicious/empty": 60.0, "rollout/suspicious/empty_best": 2.0,
+            "rollout/suspicious/exit": 20.0, "rollout/suspicious/exit_best": 10.0}] * 5),
     steps("a third of the responses cut off", "", [{"rollout/truncated_ratio": 0.7}] * 4),
     steps("KL of kernels", "", [{"train/kl_loss": 5e-5}], KL),
     steps("KL after training", "", [{"train/kl_loss": 0.0}, {"train/kl_loss": 0.4}], KL),
@@ -369,3 +379,23 @@ def test_a_faulty_run_gets_its_diagnosis_and_no_other(case: Case) -> None:
 def test_healthy_runs_get_none() -> None:
     found = {case.name: [d.text() for d in case.diagnose() if d.severity != "info"] for case in HEALTHY + MEASURED}
     assert {name: texts for name, texts in found.items() if texts} == {}
+
+
+@fault("REW05")
+def test_a_reward_that_takes_a_missing_answer_for_a_right_one() -> None:
+    def found(rewards: Mapping[str, float]) -> list[str]:
+        texts = ["<|im_end|>", "5", "6", "import os\nos._exit(0)"] * 9
+        samples = [
+            Sample(0, i, i, response=text, response_length=1, reward=rewards[text]) for i, text in enumerate(texts)
+        ]
+        row = {name: metric.value for name, metric in rollout_metrics([Group(0, samples)]).items()}
+        suite = MonitorSuite(MONITORS, RunFacts(config_from_values({})))
+        return [each.text() for each in suite.step(1, row) if each.id == "REW05"]
+
+    right = {"5": 1.0, "6": 0.0, "<|im_end|>": 0.0, "import os\nos._exit(0)": 0.0}
+    assert found(right) == []
+    (empty,) = found(right | {"<|im_end|>": 1.0})
+    assert "9 samples have no text, and 9 of them have the highest reward" in empty
+    (ends,) = found(right | {"import os\nos._exit(0)": 1.0})
+    assert "9 samples call os._exit" in ends
+    assert found(dict.fromkeys(right, 1.0)) == []

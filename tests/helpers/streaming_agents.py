@@ -76,7 +76,7 @@ async def generate(args, sample, sampling_params):
     path = ("chat/completions", "messages", "responses")[sample.index % 4 % 3]
     if sample.index % 4 == 3:
         for attempt in range(1, ATTEMPTS + 1):
-            stream = _pieces(opened.url, path, text)
+            stream = _pieces(opened.url_with_key, path, text)
             async for _ in stream:
                 break
             await stream.aclose()
@@ -87,7 +87,7 @@ async def generate(args, sample, sampling_params):
                 break
         return sample
     pieces, num_early = list[str](), 0
-    async for piece in _pieces(opened.url, path, text):
+    async for piece in _pieces(opened.url_with_key, path, text):
         pieces.append(piece)
         num_early += not nodes
     SEEN.append(Streamed(path, "".join(pieces), num_early, nodes[0]))

@@ -186,6 +186,19 @@ ROWS = (
         "--reward-timeout if calls hang; --async-buffer-size to score during training.",
     ),
     Row(
+        "REW05",
+        "signs of reward hacking",
+        "R",
+        "warning",
+        symptom="Rewards rise; the answers get worse.",
+        cause="Candidates: a reward that takes a missing answer for a right one; checks that run in the process of the "
+        "code under test, so that its exit ends them; a reward for brevity, where this is intended.",
+        checked="Samples with the highest reward of a rollout whose text is empty, or calls `os._exit`, if nearly all "
+        "such samples have that reward and others have less.",
+        remedy="Read such samples with `furlong view`, and pass one to `furlong reward test`. For code, compare "
+        "outputs outside of the sandbox (docs: What a policy can and cannot reach).",
+    ),
+    Row(
         "NUM01",
         "policy and reference differ at the first step",
         "PR",

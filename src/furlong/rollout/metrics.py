@@ -7,6 +7,7 @@ without a scored sample has no `raw_reward`, and a failed reward call is counted
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,7 @@ from furlong.rollout.episodes import LIMIT, PROCESS_ENDED, REISSUED, SILENT
 from furlong.rollout.train_batch import has_roles, role_of
 from furlong.sessions.samples import EPISODE, LEAF, TURNS
 
+SPECIAL = re.compile(r"<\|[^<>|]*\|>|</?s>|<eos>|<end_of_turn>")  # tokens that end or frame an answer
 REPETITION_TAIL = 10_000  # characters; slime calls a response repetitive if its last 10,000 compress more than 10 times
 REPETITION_RATIO = 10.0
 REPETITION_SAMPLES = 1_024  # compressing 10 kB takes 0.2 ms, so large rollouts are sampled evenly
@@ -70,6 +72,7 @@ def rollout_metrics(
         metrics["rollout/raw_reward"] = mean(float(shown.mean()), shown.size)
         metrics |= _under("rollout", _zero_std(_by_baseline(groups, reward_key) if has_roles(samples) else rewards))
         metrics["rollout/reward_range"] = maximum(float(np.ptp(np.concatenate(rewards))))
+        metrics |= _under("rollout/suspicious", _suspicious(samples, reward_key))
     metrics |= _under("rollout", _outcomes(samples)) | _episode_ends(samples)
     if count := sum(map(_trains_on_unsampled, samples)):
         metrics["rollout/env_tokens_in_loss"] = total(count)
@@ -184,6 +187,21 @@ def pass_at_k(attempts: Sequence[Floats], ks: Sequence[int] | None = None) -> Me
         log_all_wrong = (log_factorial[wrong] - log_factorial[rest]) - (log_factorial[size] - log_factorial[size - k])
         metrics[f"pass@{k}"] = mean(float(np.where(wrong < k, 1.0, 0.0 - np.expm1(log_all_wrong)).mean()), size.size)
     return metrics
+
+
+def _suspicious(samples: Sequence[Sample], reward_key: str | None) -> Metrics:
+    """Count samples that are empty, or that end their process, and those of them with the highest reward."""
+    scored = [(s, scalar_reward(s, reward_key)) for s in samples if s.reward is not None and s.label != ""]
+    rewards = [reward for _, reward in scored]
+    if not rewards or max(rewards) == min(rewards):
+        return {}
+    counts: Counter[str] = Counter()
+    for sample, reward in scored:
+        kind = "exit" if "os._exit(" in sample.response else "" if SPECIAL.sub("", sample.response).strip() else "empty"
+        if kind:
+            counts[kind] += 1
+            counts[f"{kind}_best"] += reward == max(rewards)
+    return {name: total(n) for name, n in counts.items()}
 
 
 def is_repetitive(text: str) -> bool:

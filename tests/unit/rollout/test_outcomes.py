@@ -105,9 +105,9 @@ def test_of_an_agent_function(name: str, workers: tuple[str, str], tmp_path: Pat
 
 def test_an_agent_that_hangs_or_crashes_without_a_reward_function_gets_0(tmp_path: Path):
     path = f"{ending_agents.__file__}:solve"
-    ends = {name: ENDS[name] for name in ("hang", "raise")}
+    ends = {name: ENDS[name] for name in ("answer", "hang", "raise")}
     samples = ended(agents.generate, tmp_path, ends=ends, agent_function_path=path, custom_rm_path=None)
-    assert [sample.reward for sample in samples] == [0.0, 0.0]
+    assert [sample.reward for sample in samples] == [0.5, 0.0, 0.0]  # that of the row, where the agent ends
 
 
 def test_of_a_command(tmp_path: Path):

@@ -163,3 +163,16 @@ def test_only_long_texts_that_repeat_are_repetitive():
 def test_metric_names_have_whole_rewards_without_decimals():
     for reward, label in ((1.0, "1"), (0, "0"), (-1.0, "-1"), (0.5, "0.5"), (0.25, "0.2"), (-0.04, "0")):
         assert reward_label(reward) == label
+
+
+def test_empty_answers_and_exits_with_the_best_reward_are_counted():
+    texts = {"": 1.0, "<|im_end|>": 1.0, " \n": 0.0, "import os; os._exit(0)": 1.0, "5": 1.0, "6": 0.0}
+    samples = [Sample(index=i, response=text, response_length=1, reward=r) for i, (text, r) in enumerate(texts.items())]
+    found = {name: each.value for name, each in rollout_metrics([Group(0, samples)]).items() if "suspicious" in name}
+    assert found == {
+        "rollout/suspicious/empty": 3, "rollout/suspicious/empty_best": 2,
+        "rollout/suspicious/exit": 1, "rollout/suspicious/exit_best": 1,
+    }  # fmt: skip
+    for sample in samples:
+        sample.reward = 1.0  # of which none is better than others
+    assert not any("suspicious" in name for name in rollout_metrics([Group(0, samples)]))

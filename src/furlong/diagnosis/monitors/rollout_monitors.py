@@ -27,6 +27,7 @@ WAITED = 0.2  # of a step, that training waits for rollouts: below it nothing is
 STILL_ROWS = 8  # steps in a row that change nothing although rewards differ
 SLOWER, SLOW_ROWS, USUAL_ROWS, SLOW_LEAST_S = 3.0, 3, 5, 1.0  # times the usual, for these steps, after at least those
 DATA_SHARE, DATA_LEAST_S, DATA_ROWS = 0.2, 0.1, 3  # of these steps together, and at least on average
+HACKS, HACK_SHARE = 8, 0.9  # suspicious samples with the highest reward, and their share of the suspicious ones
 REWARD_SHARE, REWARD_LEAST_S, REWARD_ROWS = 0.5, 1.0, 3  # of a rollout, in each of these steps, and at least
 CONTEXT_FULL = 0.1  # of the samples
 TOKEN_RATE = "perf/tokens_per_gpu_per_sec"
@@ -351,6 +352,20 @@ def _generation_s(row: Row) -> float:
     return row["perf/rollout_time"] - row.get("perf/reward_wait_time", 0.0)
 
 
+def hacked_rewards(now: StepContext) -> Alert | None:
+    """REW05: samples that do nothing, or end their process, have the highest reward."""
+    for kind, what in (("empty", "have no text"), ("exit", "call os._exit")):
+        num, best = (now.row.get(f"rollout/suspicious/{name}", 0.0) for name in (kind, f"{kind}_best"))
+        if best >= HACKS and best >= HACK_SHARE * num:
+            return now.alert(
+                "REW05",
+                f"{num:.0f} samples {what}, and {best:.0f} of them have the highest reward of the rollout",
+                evidence={"kind": kind, "samples": num, "best": best},
+                level=best,
+            )
+    return None
+
+
 def data_wait(now: StepContext) -> Alert | None:
     """DATA03: the share of steps spent reading prompts."""
     data_s, step_s = now.recent("perf/data_time", DATA_ROWS), now.recent("perf/step_time", DATA_ROWS)
@@ -424,6 +439,7 @@ MONITORS = (
     StepMonitor("SLOW01", slow_generation, again=2),
     StepMonitor("REW03", failed_rewards, again=5),
     StepMonitor("REW04", reward_wait, again=1.5),
+    StepMonitor("REW05", hacked_rewards, again=4),
     StepMonitor("HOOK01", failed_generation, again=5),
     StepMonitor("HOOK02", blocking, again=1.5),
     StepMonitor("DATA03", data_wait, again=2),
