@@ -6,7 +6,7 @@ Files that the command names are replaced by small stand-ins, and GPUs are assum
 Exit code 1 if a script is refused for another reason than those of `ON_PURPOSE`.
 
   --json        print JSON
-  --docs        write docs/guides/slime-scripts.md or docs/guides/miles-scripts.md
+  --docs        write the page of the results in docs/guides, slime-scripts.md or miles-scripts.md
   --only TEXT   only scripts whose path contains TEXT
 """
 

@@ -12,6 +12,7 @@ import pytest
 from furlong.config import Config
 from furlong.config.compat import find_refusal
 from furlong.config.flag_spec import flag_specs
+from furlong.config.miles_flags import MILES_FLAGS
 from furlong.config.passthrough import OptionList
 from furlong.inference.server.web import ServerLimits, flag_of
 
@@ -31,6 +32,8 @@ OF_OTHERS = {
     "hf": "--local-dir",
     "nvidia-smi": "--query-gpu --format",
     "ps": "--sort",
+    "Claude Code": "--dangerously-skip-permissions --tools",
+    "Codex": "--dangerously-bypass-approvals-and-sandbox --skip-git-repo-check",
     "Megatron-LM": "--pipeline-model-parallel-layout",
     "pip": "--editable --no-deps",
     "slurm": "--mem --time --requeue --exclude",
@@ -49,7 +52,7 @@ def words_of(files: Iterable[Path]) -> set[str]:
 def flags_of_furlong() -> set[str]:
     specs = flag_specs(Config).values()
     negated = {spec.flag.replace("--", "--no-", 1) for spec in specs if spec.kind == "tristate"}
-    return {spec.flag for spec in specs} | negated | {"--help", "--config", "--custom-config-path"}
+    return {spec.flag for spec in specs} | negated | set(MILES_FLAGS) | {"--help", "--config", "--custom-config-path"}
 
 
 def options_of_engines() -> set[str]:
