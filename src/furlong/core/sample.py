@@ -147,7 +147,7 @@ class Sample:
 
     def append_response_tokens(
         self,
-        args: Any = None,  # noqa: ARG002  slime's first parameter; hooks written for slime pass it
+        args: Any = None,  # slime's first parameter; hooks written for slime pass it
         *,
         tokens: Sequence[int] | None = None,
         log_probs: Sequence[float] | None = None,
@@ -169,6 +169,8 @@ class Sample:
         Raises DataError, and leaves the sample unchanged, if lengths differ, if log-probs are missing for trainable
         tokens, here or before, and for an unknown finish reason or routed experts that do not fit the tokens.
         """
+        if tokens is None and hasattr(args, "__len__"):
+            raise DataError("the first parameter of append_response_tokens is slime's args; pass the ids as tokens=")
         ids, values = _listed(tokens), None if log_probs is None else _listed(log_probs)
         versions = [version] * len(ids) if isinstance(version, int) else list(version)
         self._check_append(ids, values, versions, trainable=trainable)

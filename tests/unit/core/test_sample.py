@@ -126,3 +126,10 @@ def test_routed_experts_of_another_number_of_tokens_are_refused():
         with pytest.raises(DataError, match=message):
             sample.append_response_tokens(tokens=[5, 6], log_probs=[-1.0, -1.0], meta_info=meta_info)
         assert (sample.response_length, sample.rollout_routed_experts) == (0, None)
+
+
+def test_ids_in_the_place_of_args_are_refused():
+    sample = Sample(tokens=[1])
+    with pytest.raises(DataError, match="pass the ids as tokens="):
+        sample.append_response_tokens([5, 6], trainable=False)
+    assert (sample.tokens, sample.response_length) == ([1], 0)
