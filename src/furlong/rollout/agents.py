@@ -116,7 +116,12 @@ async def _run(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> An
     memory_gib = args.agent_memory_limit
     limits = ProcessLimits(memory_bytes=None if memory_gib is None else int(memory_gib * 2**30))
     variables = {**agent_environment(os.environ, args.agent_env or ()), **variables}
-    return await run_command(args.agent_command, json.dumps(task), variables, limits)
+    try:
+        return await run_command(args.agent_command, json.dumps(task), variables, limits)
+    except InfraError as error:
+        if REISSUED in sample.metadata:  # a policy whose commands can kill the agent must not drop bad episodes
+            raise RolloutError(f"{error}, twice") from None
+        raise
 
 
 def _record_error(args: Any, sample: Sample, error: BaseException) -> None:

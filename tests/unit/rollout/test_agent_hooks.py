@@ -16,6 +16,7 @@ from furlong.errors import HookError, InfraError, RolloutError
 from furlong.rollout import agents
 from furlong.rollout.agents import AgentHooks, hook_beside, run_command
 from furlong.rollout.metrics import rollout_metrics
+from furlong.sessions.session_server import SessionServer
 from scripted_episodes import play
 
 
@@ -127,6 +128,21 @@ def test_an_agent_that_fails_after_a_turn_is_scored_and_counted(monkeypatch: pyt
 def test_an_agent_that_fails_before_its_first_turn_fails_its_sample(monkeypatch: pytest.MonkeyPatch):
     (sample,) = play(failing(monkeypatch, 0), lambda _: "3", args=agent_args())
     assert sample.status is Status.FAILED
+
+
+def test_an_agent_that_is_killed_twice_has_crashed(monkeypatch: pytest.MonkeyPatch):
+    num_runs = []
+
+    async def killed(*_: Any) -> Any:
+        num_runs.append(1)
+        await policy().chat([{"role": "user", "content": "1+2="}])
+        raise InfraError("--agent-command was killed from outside")
+
+    monkeypatch.setattr(agents, "run_command", killed)
+    args = agent_args(agent_command="agent", agent_env=(), agent_memory_limit=None)
+    (sample,) = play(agents.generate, lambda _: "3", args=args, session_server=SessionServer(model_name="tiny"))
+    assert (len(num_runs), sample.reward, sample.status) == (2, 0.0, Status.COMPLETED)
+    assert "twice" in sample.metadata["agent_error"]
 
 
 def test_an_agent_that_a_signal_from_outside_ends_is_infrastructure():
