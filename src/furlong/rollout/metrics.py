@@ -72,7 +72,7 @@ def rollout_metrics(
         metrics["rollout/raw_reward"] = mean(float(shown.mean()), shown.size)
         metrics |= _under("rollout", _zero_std(_by_baseline(groups, reward_key) if has_roles(samples) else rewards))
         metrics["rollout/reward_range"] = maximum(float(np.ptp(np.concatenate(rewards))))
-        metrics |= _under("rollout/suspicious", _suspicious(samples, reward_key))
+        metrics |= _under("rollout", _suspicious(samples, reward_key))
     metrics |= _under("rollout", _outcomes(samples)) | _episode_ends(samples)
     if count := sum(map(_trains_on_unsampled, samples)):
         metrics["rollout/env_tokens_in_loss"] = total(count)
@@ -199,8 +199,8 @@ def _suspicious(samples: Sequence[Sample], reward_key: str | None) -> Metrics:
     for sample, reward in scored:
         kind = "exit" if "os._exit(" in sample.response else "" if SPECIAL.sub("", sample.response).strip() else "empty"
         if kind:
-            counts[kind] += 1
-            counts[f"{kind}_best"] += reward == max(rewards)
+            counts[f"suspicious/{kind}"] += 1
+            counts[f"suspicious/{kind}_best"] += reward == max(rewards)
     return {name: total(n) for name, n in counts.items()}
 
 
