@@ -112,6 +112,7 @@ class EndlessSource:
     """Prompts without end."""
 
     groups_per_epoch = None
+    num_long_prompts = 0
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples, self.next = num_samples, 0

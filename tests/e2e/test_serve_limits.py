@@ -42,7 +42,11 @@ def connect(url):
 
 
 def head(path="/generate", **headers):
-    lines = [f"POST {path} HTTP/1.1", "Host: x", *(f"{name.replace('_', '-')}: {v}" for name, v in headers.items())]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        *(f"{name.replace('_', '-')}: {v}" for name, v in headers.items()),
+    ]
     return "\r\n".join([*lines, "", ""]).encode()
 
 

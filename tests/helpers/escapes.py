@@ -90,7 +90,7 @@ for name in ("shadow", "gshadow", "sudoers", "hostname", "machine-id", "fstab", 
 if len(open("/etc/passwd").readlines()) != 2: escaped("accounts")
 """),
     Escape("writing to shown files", """
-of_python = (sys.prefix + "/x", os.__file__)
+of_python = (sys.prefix + "/lib/x", os.__file__)
 for path in ("/x", "/usr/x", "/usr/bin/x", "/etc/x", "/etc/passwd", "/dev/x", "/run/x", "/proc/x", *of_python):
     refused(lambda: open(path, "a"))
 for path in (host["readable"] + "/x", host["readable"] + "/shown.txt"):

@@ -43,7 +43,7 @@ def test_prefixes_name_classes_with_the_rest_as_target():
 @pytest.mark.parametrize("prefix", ["gym", "openenv", "verifiers"])
 def test_a_missing_library_is_an_error_with_the_command_that_installs_it(prefix, monkeypatch):
     monkeypatch.setattr("furlong.config.environment_specs.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"pip install 'furlong\[{PLUGS[prefix][2]}\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install 'furlong-rl\[{PLUGS[prefix][2]}\]'"):
         parse_environments((f"{prefix}:absent-{prefix}",))
 
 

@@ -94,7 +94,7 @@ def test_swanlab_writes_to_the_run_directory(monkeypatch, tmp_path):
 )
 def test_a_package_that_is_not_installed_is_a_configuration_error(monkeypatch, tmp_path, package, build):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"--use-{package}.*pip install 'furlong\[{package}\]'"):
+    with pytest.raises(ConfigError, match=rf"--use-{package}.*pip install 'furlong-rl\[{package}\]'"):
         build(tmp_path)
 
 

@@ -388,5 +388,5 @@ def test_wandb_continues_a_run_without_a_suffix_and_offline_without_login(fake_w
 
 def test_wandb_that_is_not_installed_is_a_configuration_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"pip install 'furlong\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'furlong-rl\[wandb\]'"):
         WandbTracker(TrackFlags())

@@ -16,7 +16,7 @@ from runs import flags, write_model, write_prompts
 @pytest.mark.parametrize(
     ("missing", "words", "says"),
     [
-        ("sglang", ["--engine", "sglang"], r"SGLang is not installed; pip install 'furlong\[sglang\]'"),
+        ("sglang", ["--engine", "sglang"], r"SGLang is not installed; pip install 'furlong-rl\[sglang\]'"),
         (
             "sglang_router",
             ["--sglang-router-strategy", "cache_aware"],
