@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import os
 import queue
@@ -23,6 +24,8 @@ from slime.utils.http_utils import post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
+
+from furlong.errors import RolloutError
 
 TURNS = 2
 OBSERVATION = " 42 "
@@ -252,8 +255,12 @@ class Worker:
 
     def __init__(self, args, data_buffer):
         self.args, self.data_buffer, self.done = args, data_buffer, queue.Queue()
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.work()), daemon=True)
+        self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
+
+    def run(self):
+        with contextlib.suppress(RolloutError):  # the run has ended, and its engine with it
+            asyncio.run(self.work())
 
     async def work(self):
         running = set()
