@@ -45,7 +45,10 @@ def main(spec: dict[str, Any]) -> None:
     null = os.open(os.devnull, os.O_RDWR)  # the end of the command's pipes is that of its processes
     for number in (0, 1, 2):
         os.dup2(null, number)
-    code, reason = _watch(spec, child, wake)
+    try:
+        code, reason = _watch(spec, child, wake)
+    except Exception as error:  # noqa: BLE001  stderr is closed: the report says it
+        code, reason = None, f"its supervisor failed: {type(error).__name__}: {error}"
     _write(spec["report"], {"code": code, "reason": reason, "left": _kill_descendants(child)})
 
 
@@ -53,8 +56,13 @@ def _watch(spec: dict[str, Any], child: subprocess.Popen[bytes], wake: int) -> t
     """Wait for the command's end, that of the control pipe, or a limit. Returns the exit code and the reason."""
     limits = spec["limits"]
     samples = limits["memory_bytes"] or limits["max_processes"]
+    poll = (
+        select.poll()
+    )  # `select` takes no descriptor above 1023, which `control` is if the caller has many connections
+    poll.register(spec["control"], select.POLLIN)
+    poll.register(wake, select.POLLIN)
     while True:
-        ready = select.select([spec["control"], wake], [], [], _SAMPLE_S if samples else None)[0]
+        ready = [number for number, _ in poll.poll(_SAMPLE_S * 1000 if samples else None)]
         if spec["control"] in ready:
             return None, "ended by the caller"
         if wake in ready:

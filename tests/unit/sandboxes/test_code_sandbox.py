@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -119,6 +120,19 @@ def test_without_namespaces_daemons_and_supervisors_that_are_killed_leave_nothin
         words = ["/bin/sh", "-c", command]
         ended = asyncio.run(run_supervised(words, directory=str(tmp_path), environment=dict(os.environ), timeout_s=1.0))
         assert ended.code in (0, None)
+
+
+def test_a_command_runs_in_a_process_with_thousands_of_connections(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    connections = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]  # select() takes numbers up to 1023
+    try:
+        ended = asyncio.run(run_supervised(["/bin/echo", "here"], directory=str(tmp_path), environment={}))
+    finally:
+        for number in connections:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (ended.code, ended.stdout) == (0, b"here\n")
 
 
 def test_a_cancelled_command_ends(tmp_path):
