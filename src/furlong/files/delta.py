@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -69,9 +69,16 @@ class Delta:
         path = folder / MANIFEST
         try:
             data: dict[str, Any] = json.loads(path.read_bytes())
-            if data["format"] != FORMAT:
-                raise ValueError(f"its format is {data['format']!r}, expected {FORMAT!r}")
+            for name, known in (
+                ("format", (FORMAT,)),
+                ("encoding", get_args(Encoding)),
+                ("checksum", get_args(Checksum)),
+            ):
+                if data[name] not in known:
+                    raise ValueError(f"its {name} is {data[name]!r}, expected {' or '.join(known)}")
             entries = {name: Entry(**fields) for name, fields in data["tensors"].items()}
+            for entry in entries.values():
+                dtype_of(entry.dtype)
             return Delta(folder, data["version"], data["base_version"], data["encoding"], data["checksum"], entries)
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise SyncError(f"{path} is not a valid delta manifest: {error}; {REMEDY}") from error
@@ -106,8 +113,8 @@ class Delta:
             )
         try:
             result = decoded(data, bytes_of(base), base.element_size(), self.encoding)
-        except (zstandard.ZstdError, ValueError, IndexError) as error:
-            raise SyncError(f"the delta of {name} in {self.folder / DATA} is corrupt: {error}; {REMEDY}") from error
+        except (zstandard.ZstdError, ValueError, IndexError, TypeError, MemoryError) as error:
+            raise SyncError(f"the delta of {name} in {self.folder / DATA} is corrupt: {error!r}; {REMEDY}") from error
         if digest(result, self.checksum) != entry.checksum:
             raise SyncError(
                 f"{name} has a wrong checksum after the delta to version {self.version}: {self.folder / DATA} is "
@@ -194,10 +201,13 @@ def encoded(new: Bytes, old: Bytes, width: int, encoding: Encoding) -> bytes:
 
 
 def decoded(data: bytes, old: Bytes, width: int, encoding: Encoding) -> Bytes:
-    """Decode into a copy of `old`. Raises ZstdError, ValueError or IndexError for invalid data."""
+    """Decode into a copy of `old`. Raises ZstdError, ValueError, IndexError or TypeError for invalid data."""
     if not data:
         return old.copy()
-    plain = zstandard.ZstdDecompressor().decompress(data)
+    most = 10 + len(old) + 8 * (len(old) // width)  # a step and a value for each element
+    if (size := zstandard.frame_content_size(data)) > most:
+        raise ValueError(f"it claims {size} bytes, at most {most} are possible")
+    plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=most)
     if encoding == "xor":
         return np.bitwise_xor(_words(np.frombuffer(plain, np.uint8)), _words(old)).view(np.uint8)
     count = int(np.frombuffer(plain, np.int64, 1)[0])

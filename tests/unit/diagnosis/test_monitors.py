@@ -164,6 +164,15 @@ def test_one_reward_for_all_samples_is_reported_where_groups_are_not_compared(co
     assert read(*[flat, flat, flat | {"rollout/raw_reward": 1.0}] * 9, **flags) == []
 
 
+@pytest.mark.parametrize("reward", [0.5, 1.0, -0.1])
+def test_any_reward_that_all_samples_have_is_named(reward: float) -> None:
+    row = {"rollout/raw_reward": reward, "rollout/reward_range": 0.0}
+    for of_groups in ({}, {"rollout/zero_std_frac": 1.0}):
+        [found] = diagnose(*[row | of_groups] * 3, rollout_batch_size=64, rewards_normalization=bool(of_groups))
+        assert f"every reward is {reward:g} for 3 steps" in found.finding
+        assert "the same value to any answer" in found.cause
+
+
 def test_rewards_whose_mean_is_0_are_not_all_0() -> None:
     row = {"rollout/raw_reward": 0.0, "rollout/zero_std_frac": 1.0, "rollout/reward_range": 2.0}
     [found] = diagnose(*[row] * 3)
@@ -273,6 +282,18 @@ def test_waits_for_rewards_are_reported_after_three_steps() -> None:
     assert read(*[slow | {"perf/reward_wait_time": 0.9, "perf/rollout_time": 1.0}] * 4) == []
     assert read(*[slow | {"perf/wait_time_ratio": 0.1}] * 4) == []  # training does not wait for it
     assert read(*[{"perf/rollout_time": 3.0, "perf/wait_time_ratio": 0.6}] * 4) == []  # not measured
+    of_functions, of_servers = ("--num-reward-workers (now 3)", "async def"), ("--rm-url",)
+    for flags, present, absent in (
+        ({"rm_type": "math"}, of_functions, of_servers),
+        ({"rm_type": "remote_rm", "custom_rm_path": CUSTOM}, of_functions, of_servers),
+        ({"rm_type": "remote_rm"}, of_servers, of_functions),
+        ({"rm_type": "boxed_remote_rm"}, of_servers, of_functions),
+    ):
+        [found] = diagnose(*[slow | {"rollout/reward_timed_out": 3.0}] * 3, num_reward_workers=3,
+                           rollout_batch_size=10_000, **flags)[-1:]  # fmt: skip
+        assert "(3 of this step timed out)" in found.remedy
+        assert all(word in found.remedy for word in present)
+        assert not any(word in found.remedy for word in absent)
 
 
 def test_host_memory_that_fills_up_is_reported_in_time() -> None:
@@ -489,6 +510,9 @@ def test_low_log_probs_of_tokens_that_the_model_did_not_choose_are_not_those_of_
     row = {"rollout/log_probs": -6.0}
     assert read(row, **SMALL_MODEL) == ["TPL03"]
     assert read(row, **SMALL_MODEL, rollout_min_new_tokens=6) == []
+    [small], [large] = diagnose(row, **SMALL_MODEL), diagnose({"rollout/log_probs": -1.2}, **LARGE_MODEL)
+    assert (small.severity, large.severity) == ("warning", "info")  # a base model may be so uncertain
+    assert small.evidence["share_of_chance"] == pytest.approx(6 / math.log(49_152))
 
 
 @pytest.mark.parametrize("name", ["train/ppo_kl", "train/kl_loss"])
@@ -554,6 +578,9 @@ def test_a_few_samples_are_not_called_truncated_or_without_spread() -> None:
     assert read(*[ended] * 9, *[cut] * 23, **few) == []
     assert read(*[ended] * 9, *[cut] * 24, **few) == ["STOP02"]  # 96 samples
     assert read(*[{"rollout/truncated_ratio": 0.4}] * 9, *[cut] * 20) == []  # a tight limit
+    [broken] = diagnose(ended, *[cut] * 3)
+    assert "(0% in the first step)" in broken.finding
+    assert ("--lr" in broken.remedy, "--rollout-stop" in broken.remedy) == (True, False)  # training caused it
 
 
 def test_the_mean_gap_of_a_few_tokens_is_not_reported() -> None:

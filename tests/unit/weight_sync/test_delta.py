@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -170,3 +171,43 @@ def test_a_damaged_delta_is_refused_with_the_file(tmp_path, file):
         damage(tmp_path / kind / file, (tmp_path / kind / file).read_bytes())
         with pytest.raises(SyncError, match=rf"{kind}/{file}.*--load"):
             dict(Delta.open(tmp_path / kind).source(base.__getitem__).open())
+
+
+@pytest.mark.parametrize(
+    ("file", "encoding"), [("delta.json", "xor"), ("delta.bin", "xor"), ("delta.bin", "overwrite")]
+)
+def test_a_changed_byte_of_a_delta_is_an_error_or_changes_nothing(tmp_path, file, encoding):
+    base = state_of(0)
+    new = stepped(base)
+    written(tmp_path / "d", base, new, encoding)
+
+    def stored(name):
+        if name not in base:
+            raise SyncError("as an engine that has no such tensor")
+        return base[name]
+
+    content = (tmp_path / "d" / file).read_bytes()
+    for place in [*range(40), *range(40, len(content), max(1, len(content) // 60))]:
+        for changed in (content[place] ^ (1 << (place % 8)), content[place] ^ 255):
+            (tmp_path / "d" / file).write_bytes(content[:place] + bytes([changed]) + content[place + 1 :])
+            try:
+                result = dict(Delta.open(tmp_path / "d").source(stored).open())
+            except SyncError:
+                continue
+            assert all(torch.equal(result[name], new[name]) for name in result)
+
+
+def test_a_delta_that_claims_more_bytes_than_its_tensor_has_is_not_unpacked(tmp_path):
+    base = state_of(0)
+    written(tmp_path / "d", base, stepped(base))
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
+    manifest = json.loads((tmp_path / "d" / "delta.json").read_text())
+    manifest["tensors"]["a"] |= {"offset": 0, "size": len(bomb)}
+    (tmp_path / "d" / "delta.json").write_text(json.dumps(manifest))
+    (tmp_path / "d" / "delta.bin").write_bytes(bomb)
+    with pytest.raises(SyncError, match=r"delta of a in .*delta\.bin is corrupt.*16777216 bytes"):
+        dict(Delta.open(tmp_path / "d").source(base.__getitem__).open())
+    for name, value in (("encoding", "gzip"), ("checksum", "crc"), ("format", "2")):
+        (tmp_path / "d" / "delta.json").write_text(json.dumps(manifest | {name: value}))
+        with pytest.raises(SyncError, match=rf"delta\.json .* its {name} is '{value}'"):
+            Delta.open(tmp_path / "d")

@@ -282,8 +282,8 @@ def reward_wait(now: StepContext) -> Alert | None:
         "REW04",
         f"for {seconds:.3g} s of a rollout's {whole:.3g} s ({seconds / whole:.0%}, mean of {REWARD_ROWS} steps) "
         "nothing was generated and rewards were awaited",
-        remedy=f"{remedy}; lower --reward-timeout if calls hang ({timed_out:.0f} of this step timed out); with "
-        "--async-buffer-size 1 a rollout is scored while the previous one is trained on",
+        remedy=f"{remedy}; lower --reward-timeout if calls hang ({timed_out:.0f} of this step timed out); without "
+        "--colocate, --async-buffer-size 1 scores a rollout while the previous one is trained on",
         evidence={"reward_wait_s": seconds, "rollout_s": whole, "timed_out": timed_out},
         level=seconds / whole,
     )

@@ -94,8 +94,11 @@ def examine(folder: Path) -> Examination:
     diagnoses = [*run.diagnose(), *run.damage(is_running=status == "running")]
     error, words = "", list[str]()
     if status == "running":
+        standing = diagnose_standstill(run)
+        proven = {each.id for each in standing if "stopped" in each.evidence}  # monitors saw only what follows from it
+        diagnoses = [each for each in diagnoses if each.id not in proven]
         known = {each.id for each in diagnoses if each.severity != "info"}
-        diagnoses += [each for each in diagnose_standstill(run) if each.id not in known]
+        diagnoses += [each for each in standing if each.id not in known]
     if failure is not None:
         message = str(failure.get("message", "")).splitlines()[:1]
         error = ": ".join([*([str(failure["error"])] if failure.get("error") else []), *message])
