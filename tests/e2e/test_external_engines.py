@@ -97,6 +97,43 @@ def test_a_run_whose_engine_answers_with_other_weights_loses_nothing(model, data
     assert audit(tmp_path / "run" / "ledger.jsonl", finished=True).ok
 
 
+DAMAGE = """
+from pathlib import Path
+
+def damage(args, version_dir, rollout_engines):
+    path = Path(version_dir) / {file!r}
+    if path.exists():  # the first version is no delta
+        content = path.read_bytes()
+        path.write_bytes({content})
+"""
+FLIPPED = "content[:-400] + bytes([content[-400] ^ 4]) + content[-399:]"
+
+
+@pytest.mark.nightly
+def test_weight_files_that_change_before_an_engine_reads_them_end_the_run_and_not_the_engine(model, data, tmp_path):
+    shard, half = "model-00001.safetensors", "content[: len(content) // 2]"
+    cases = [
+        (shard, FLIPPED),
+        (shard, half),
+        ("model.safetensors.index.json", half),
+        ("delta.json", FLIPPED),
+        ("delta.bin", FLIPPED),
+    ]
+    with serve_process(model) as (_, url):
+        for number, (file, content) in enumerate(cases):
+            hook = tmp_path / f"damage_{number}.py"
+            hook.write_text(DAMAGE.format(file=file, content=content))
+            argv = flags(
+                model, data, tmp_path / str(number), rollout_external_engine_addrs=url, update_weight_transport="disk",
+                update_weight_mode="delta" if "delta" in file else "full", update_weight_timeout=20,
+                custom_update_weight_post_write_path=f"{hook}:damage",
+            )  # fmt: skip
+            with pytest.raises(SyncError, match="weights" if file == shard else file) as caught:
+                train(argv)
+            assert "did not answer" not in str(caught.value)
+            assert httpx.get(f"{url}/health", timeout=5).status_code == 200
+
+
 def with_experts(model: Path, folder: Path) -> Path:
     """A model with experts and the same tokenizer."""
     shutil.copytree(model, folder)
