@@ -69,13 +69,13 @@ ALLOWED |= {
 }
 # Lines of Python per package, "furlong" for the modules that are in none.
 BUDGET = {
-    "algo": 1220,
+    "algo": 1240,
     "catalogue": 1212,
     "chat": 1365,
     "cluster": 1530,
     "commands": 1760,
     "config": 5850,
-    "core": 3850,
+    "core": 3870,
     "data": 2800,
     "diagnosis": 5730,
     "environments": 1200,
@@ -97,7 +97,7 @@ BUDGET = {
     "slime_api": 955,
     "tools": 3559,
     "tracking": 885,
-    "training": 8900,
+    "training": 9050,
     "transfer": 710,
     "view": 1400,
     "weight_sync": 2000,

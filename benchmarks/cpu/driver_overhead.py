@@ -102,8 +102,8 @@ def without_model(built: Any) -> Any:
 
     parts, backend = built.parts, built.parts.trainer.worker.backend
     parts.engine.generate = generate
-    backend.forward_backward = lambda micro, loss: {}  # noqa: ARG005
-    backend.optim_step = lambda: OptimReport(grad_norm=1.0, lr=1e-6)
+    backend.forward_backward = lambda micro, loss, **role: {}  # noqa: ARG005
+    backend.optim_step = lambda **role: OptimReport(grad_norm=1.0, lr=1e-6)  # noqa: ARG005
     return dataclasses.replace(parts, sync=WeightSync())
 
 

@@ -30,7 +30,6 @@ from furlong.files.atomic import PendingFiles
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["finish", "hold", "abort"]
-Role = Literal["actor", "ref", "old_actor", "teacher"]
 
 
 @dataclass(frozen=True)

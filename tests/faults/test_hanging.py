@@ -48,9 +48,9 @@ def test_a_rollout_that_waits_for_ever_ends_with_a_checkpoint(tmp_path, capsys):
 def test_a_trainer_that_hangs_is_reported_with_its_source_line_and_continues(tmp_path, monkeypatch):
     step = FsdpBackend.optim_step
 
-    def stuck(self):
+    def stuck(self, **role):
         time.sleep(4)
-        return step(self)
+        return step(self, **role)
 
     monkeypatch.setattr(FsdpBackend, "optim_step", stuck)
     code, found = run(tmp_path / "run", num_rollout=1, hang_timeout=2, on_hang="warn")

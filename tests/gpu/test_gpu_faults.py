@@ -157,7 +157,7 @@ def test_a_stopped_sglang_server_is_replaced_and_the_new_one_has_the_weights(tmp
 def test_a_gpu_without_memory_ends_a_run_with_the_phase_and_the_smallest_change(tmp_path, monkeypatch):
     forward_backward, taken = FsdpBackend.forward_backward, []
 
-    def after_all_was_taken(self, micro, loss_fn):
+    def after_all_was_taken(self, micro, loss_fn, **role):
         torch.cuda.synchronize()
         for power in range(36, 8, -1):
             try:
@@ -165,7 +165,7 @@ def test_a_gpu_without_memory_ends_a_run_with_the_phase_and_the_smallest_change(
                     taken.append(torch.empty(1 << power, dtype=torch.uint8, device="cuda"))
             except torch.OutOfMemoryError:
                 continue
-        return forward_backward(self, micro, loss_fn)
+        return forward_backward(self, micro, loss_fn, **role)
 
     monkeypatch.setattr(FsdpBackend, "forward_backward", after_all_was_taken)
     words = {"max_tokens_per_gpu": 512, "use_dynamic_batch_size": True}

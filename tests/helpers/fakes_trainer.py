@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from furlong.algo.logprob import stats_from_logits
+from furlong.core.algorithms import Role
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metrics
 from furlong.core.weights import host_copy
 from furlong.errors import CheckpointError, TrainerError
 from furlong.files.atomic import PendingFiles
-from furlong.interfaces import LossFn, Role, TokenStats
+from furlong.interfaces import LossFn, TokenStats
 from furlong.training.backend_interface import Backend, OptimReport
 
 
@@ -48,7 +49,7 @@ class FakeBackend(Backend):
         stats = self._stats(table.detach(), micro, entropy=entropy)
         return TokenStats(stats.log_probs_R, stats.entropy_R)
 
-    def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
+    def forward_backward(self, micro: MicroBatch, loss_fn: LossFn, *, model: Role = "actor") -> Metrics:
         self.calls.append("forward_backward")
         stats = self._stats(self.table_VV, micro, entropy=loss_fn.needs_entropy, entropy_grad=loss_fn.entropy_grad)
         loss, metrics = loss_fn(micro, stats)
@@ -56,7 +57,7 @@ class FakeBackend(Backend):
             loss.backward()
         return metrics
 
-    def optim_step(self) -> OptimReport:
+    def optim_step(self, *, model: Role = "actor") -> OptimReport:
         self.calls.append("optim_step")
         grad = self.table_VV.grad
         norm = 0.0 if grad is None else float(grad.norm())
@@ -69,7 +70,7 @@ class FakeBackend(Backend):
         self.num_steps += 1
         return OptimReport(norm, self.lr)
 
-    def reset_optimizer(self) -> None:
+    def reset_optimizer(self, *, model: Role = "actor") -> None:
         self.calls.append("reset_optimizer")
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -70,8 +70,8 @@ def two_steps(
     trained = _built(ranks, folder / family, **how, **start)
     is_megatron = isinstance(trained, MegatronBackend)
     if is_offloaded:  # CPU backends reject this setting
-        with trained._optimizer_offload.loaded():
-            trained._offload = "all"
+        with trained.optimizer.loaded():
+            trained.optimizer._offload = "all"
     loss = CustomLoss(_squares, needs_logits=True) if looks_at_logits else PolicyLoss(SETTINGS)
     if resume is not None:
         trained.load(folder / "half" / resume)
@@ -80,12 +80,12 @@ def two_steps(
     if updates_engine:
         results["engine_checksums"] = engine_checksums(trained, ranks, folder / family, folder / "engine" / save_as)
     first = int(resume is not None or core is not None)
-    assert (trained.num_steps if is_megatron else trained.optimizer.num_steps) == first
+    assert trained.optimizer.num_steps == first
     for number, (part, rows) in enumerate(steps_of(ranks)[first:], first):
         take_step(trained, part, rows, loss, results)
         results.setdefault("untrained", list(results["log_probs"]))
         if is_offloaded:
-            kept = [tensor for own, moments in trained.state.slices() for tensor in (own, *moments.values())]
+            kept = [tensor for own, moments in trained.optimizer.state.slices() for tensor in (own, *moments.values())]
             assert not any(tensor.untyped_storage().size() for tensor in kept)
         elif is_megatron and offloads:
             _offload_and_reload(trained)
@@ -188,10 +188,10 @@ def take_step(trained: Any, part: Any, rows_of_micros: Any, loss: Any, results: 
     if isinstance(trained, MegatronBackend):
         stats = trained.log_probs_of(micros, entropy=True)
         metrics = trained.forward_backward_of(micros, loss)
-        groups = [group for chunk in trained._chunks for group in chunk.bucket_groups]
+        groups = [group for chunk in trained.optimizer.chunks for group in chunk.bucket_groups]
         sent = [group.grad_reduce_handle is not None for group in groups]
         is_overlapping = (
-            trained._chunks[0].ddp_config.overlap_grad_reduce and results["norms"]
+            trained.optimizer.chunks[0].ddp_config.overlap_grad_reduce and results["norms"]
         )  # overlap starts after the first step
         assert all(sent) if is_overlapping else not any(sent)
     else:
@@ -249,20 +249,25 @@ def _squares(micro: MicroBatch, stats: TokenStats) -> tuple[Tensor, Metrics]:
 def _offload_and_reload(trained: Any) -> None:
     """Check that offloading releases memory, and that reloading restores all states."""
 
-    def resident() -> list[Any]:
-        return [*trained._parts(), *trained._rounded(), *trained.state.moments()]
+    def rounded_parameters() -> list[Any]:
+        return [each for chunk in trained.actor for each in chunk.parameters() if trained.optimizer.is_rounded(each)]
 
-    kept = [*resident(), *trained.gradients()]
+    def resident() -> list[Any]:
+        models = trained._models.built().values()
+        parts = [tensor for model in models for tensor in trained._parts(model)]
+        return [*parts, *rounded_parameters(), *trained.optimizer.state.moments()]
+
+    kept = [*resident(), *trained.optimizer.gradients()]
     before = [tensor.clone() for tensor in resident()]
-    whole, rounded = (_storages(tensors) for tensors in (resident(), trained._rounded()))
-    has_masters = trained.settings.dtype == torch.bfloat16 and trained._offload != "all"
+    whole, rounded = (_storages(tensors) for tensors in (resident(), rounded_parameters()))
+    has_masters = trained.settings.dtype == torch.bfloat16 and trained.settings.offload != "all"
     assert bool(rounded) == has_masters
     moved = trained.offload().num_bytes
     assert moved == sum(whole.values()) - sum(rounded.values())
     assert not any(tensor.untyped_storage().size() for tensor in kept)
     assert trained.onload().num_bytes == moved
     assert all(torch.equal(a, b) for a, b in zip(before, resident(), strict=True))
-    assert not any(tensor.any() for tensor in trained.gradients())
+    assert not any(tensor.any() for tensor in trained.optimizer.gradients())
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -275,22 +280,22 @@ def _restored(trained: Any, folder: Path, ranks: Ranks) -> dict[str, Any]:
     trained.copy_weights("actor", "ref")
     _save(trained, folder, ranks)
     trained.save_hf(folder / "hf")
-    with trained._optimizer_offload.loaded(), torch.no_grad():
+    with trained.optimizer.loaded(), torch.no_grad():
         before = {name: tensor.clone() for name, tensor in _all(trained)}
         for _, tensor in _all(trained):
             tensor.zero_()
     trained.load(folder)
-    with trained._optimizer_offload.loaded():
+    with trained.optimizer.loaded():
         is_restored = all(torch.equal(before[name], tensor) for name, tensor in _all(trained))
     return {"is_restored": is_restored, "has_ref": any(name.startswith("ref.") for name in before)}
 
 
 def _all(trained: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for role in ("actor", "ref"):
-        for number, chunk in enumerate(trained._models[role]):
+        for number, chunk in enumerate(trained._models[role].module):
             for name, tensor in names.checkpoint_tensors(chunk):
                 yield f"{role}.{number}.{name}", tensor
-    for number, (own, kept) in enumerate(trained.state.slices()):
+    for number, (own, kept) in enumerate(trained.optimizer.state.slices()):
         yield f"{number}.master", own
         assert kept.keys() in ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})
         for name, tensor in kept.items():
@@ -307,7 +312,7 @@ def not_finite(ranks: Ranks, folder: Path, *, family: str, **sizes: Any) -> dict
     (part, rows), *_ = steps_of(ranks)
     micros = [pack_micro_batch(part, each, part.columns["loss_weights"] * part.loss_masks) for each in rows]
     trained.forward_backward_of(micros, PolicyLoss(SETTINGS))
-    for parameter, own in names.parameters_with_local(trained._models["actor"], trained.hf):
+    for parameter, own in names.parameters_with_local(trained.actor, trained.hf):
         if own is not None and parameter.theirs[0] == "model.layers.1.mlp.down_proj.weight":
             own.main_grad[0, 0] = float("inf")
     try:

@@ -73,7 +73,7 @@ def exchanged(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
 
     layout, stored = Layout(tensor=2, sequence_parallel=True), folder / f"{family}-core" / "release"
     trained = megatron_backend(folder / family, ranks, optim=OPTIM, layout=layout)
-    (chunk,) = trained._models["actor"]
+    (chunk,) = trained.actor
     expected = {name: tensor.clone() for name, tensor in chunk.named_parameters()}
 
     def is_back() -> bool:
@@ -124,7 +124,7 @@ def saved_by_core(ranks: Ranks, folder: Path, *, models: dict[str, dict[str, Any
 def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) -> None:
     from megatron.core import dist_checkpointing
 
-    chunks = trained._models["actor"]
+    chunks = trained.actor
     content = {
         "distrib_optim_sharding_type": form,
         "singleton_local_shards": False,
@@ -148,7 +148,7 @@ def _save_as_megatron_lm(trained: Any, target: Path, form: str, ranks: Ranks) ->
         "args": args,
         "iteration": 5,
         **model,
-        "optimizer": trained.optimizer.sharded_state_dict(model, metadata=content),
+        "optimizer": trained.optimizer.optimizer.sharded_state_dict(model, metadata=content),
         "rng_state": rng,
     }
     target.mkdir(parents=True, exist_ok=True)
@@ -225,9 +225,9 @@ def without_padding(ranks: Ranks, folder: Path, *, family: str) -> list[bool]:
     states: list[list[Tensor]] = []
     for name in (family, f"{family}-less"):
         trained = megatron_backend(folder / name, ranks, optim=OPTIM, initial_weights=stored, initial_optimizer=stored)
-        parameters = list(trained._models["actor"][0].parameters())
+        parameters = list(trained.actor[0].parameters())
         kinds = ("master", "exp_avg", "exp_avg_sq")
-        states.append([trained.state.whole(parameter, kind) for parameter in parameters for kind in kinds])
+        states.append([trained.optimizer.state.whole(parameter, kind) for parameter in parameters for kind in kinds])
         parallel_state.destroy_model_parallel()
     assert len(states[1][0]) == config.vocab_size
     return [torch.equal(padded[: len(cut)], cut) and bool(cut.any()) for padded, cut in zip(*states, strict=True)]

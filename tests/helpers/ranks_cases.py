@@ -25,7 +25,7 @@ from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.packing import Packing, split_batch
 from furlong.training.ranks import Ranks
 from furlong.training.sharding import Sharding
-from furlong.training.worker import RoundWorker
+from furlong.training.worker import RoleLoss, RoundWorker
 from models_zoo import family_config, random_batch
 
 SETTINGS = AlgoFlags(
@@ -62,7 +62,9 @@ def batch(rollout_id: int = 0) -> Any:
 
 
 def worker(ranks: Ranks, trained: FsdpBackend) -> RoundWorker:
-    return RoundWorker(trained, algo=SETTINGS, loss=PolicyLoss(SETTINGS), packing=PACKING, ranks=ranks)
+    return RoundWorker(
+        trained, algo=SETTINGS, losses=[RoleLoss("actor", PolicyLoss(SETTINGS))], packing=PACKING, ranks=ranks
+    )
 
 
 def listed(metrics: dict[str, Metric]) -> dict[str, Any]:
@@ -236,7 +238,8 @@ def wrong_context(ranks: Ranks, folder: Path, *, family: str) -> dict[str, Any]:
 
 def resident(trained: Any) -> list[torch.Tensor]:
     """Every tensor of an FSDP rank that persists between steps."""
-    return [*trained._parts(), *trained.optimizer.rounded(), *trained.optimizer.moments()]
+    parts = [tensor for model in trained._models.built().values() for tensor in trained._parts(model)]
+    return [*parts, *trained.optimizer.rounded(), *trained.optimizer.moments()]
 
 
 def sleep_between(ranks: Ranks, folder: Path, *, family: str, **options: Any) -> dict[str, Any]:

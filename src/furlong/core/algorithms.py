@@ -15,6 +15,29 @@ from furlong.errors import ConfigError
 
 Baseline = Literal["group_mean_std", "group_mean", "leave_one_out", "none"]
 Aggregation = Literal["rollout", "token", "constant"]
+Role = Literal["actor", "ref", "old_actor", "teacher"]
+Read = Literal["old_log_probs", "ref_log_probs", "entropy", "routes", "old_actor"]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass without gradient over a whole rollout, before its first optimizer step.
+
+    role: the model that runs; for the actor, the one that generated the rollout, if it is kept.
+    column: the per-token column that is filled. phase: name in `perf/<phase>_time`.
+    reads: the pass runs if the run reads one of these.
+    """
+
+    role: Role
+    column: str
+    phase: str
+    reads: tuple[Read, ...]
+
+
+LOG_PROB_PASSES = (
+    Pass("ref", "ref_log_probs", "ref_log_probs", ("ref_log_probs",)),
+    Pass("actor", "old_log_probs", "log_probs", ("old_log_probs", "entropy", "routes", "old_actor")),
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +54,7 @@ class Algorithm:
     clips: whether the loss uses the clip bounds.
     kl_in_reward, discounted: whether `kl_coef` and `gamma` apply.
     whitened: whether --normalize-advantages is required.
+    passes: the forward passes of a round, in order.
     """
 
     source: str
@@ -44,6 +68,7 @@ class Algorithm:
     kl_in_reward: bool = False
     discounted: bool = False
     whitened: bool = False
+    passes: tuple[Pass, ...] = LOG_PROB_PASSES
 
     def upper_clip(self, eps_clip: float) -> float:
         """Return the upper clip bound of a run without --eps-clip-high."""

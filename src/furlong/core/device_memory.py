@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -11,6 +12,12 @@ class MemoryTransfer:
 
     num_bytes: int
     seconds: float
+
+
+def total_transfer(parts: Iterable[MemoryTransfer]) -> MemoryTransfer:
+    """Return transfers that ran one after the other as one."""
+    moved = list(parts)
+    return MemoryTransfer(sum(each.num_bytes for each in moved), sum(each.seconds for each in moved))
 
 
 @dataclass(frozen=True)

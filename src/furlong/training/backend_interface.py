@@ -6,20 +6,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from furlong.core.algorithms import Role
 from furlong.core.batch import IntArray, MicroBatch
 from furlong.core.device_memory import MemoryTransfer
 from furlong.core.metric import Metrics
 from furlong.errors import TrainerError
 from furlong.files.atomic import PendingFiles
-from furlong.interfaces import LossFn, Role, TokenStats
+from furlong.interfaces import LossFn, TokenStats
+from furlong.training.offload import HostOffload
 
 
 class MicroBatchTooLargeError(torch.OutOfMemoryError):
@@ -47,7 +49,10 @@ class OptimReport:
 
 
 class Backend(ABC):
-    """Training on one rank. A new training backend implements this class; `training.worker` drives it."""
+    """Training on one rank. A new training backend implements this class; `training.worker` drives it.
+
+    It has models by role. `model` selects one; the policy is "actor".
+    """
 
     weights_are_views: bool = False
     """Whether `named_weights` is known to yield views of the live parameters rather than copies."""
@@ -75,23 +80,24 @@ class Backend(ABC):
         del rollout_id, step
 
     @abstractmethod
-    def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
+    def forward_backward(self, micro: MicroBatch, loss_fn: LossFn, *, model: Role = "actor") -> Metrics:
         """Accumulate the gradient of `loss_fn` over one micro-batch."""
 
     @abstractmethod
-    def optim_step(self) -> OptimReport:
+    def optim_step(self, *, model: Role = "actor") -> OptimReport:
         """Clip gradients, step the optimizer and the schedule, zero the gradients."""
 
     @abstractmethod
-    def reset_optimizer(self) -> None:
+    def reset_optimizer(self, *, model: Role = "actor") -> None:
         """Reset the optimizer's moments; the learning-rate schedule continues."""
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's weights under Hugging Face names, in a fixed order."""
 
-    def named_gradients(self) -> Iterable[tuple[str, Tensor]]:
+    def named_gradients(self, *, model: Role = "actor") -> Iterable[tuple[str, Tensor]]:
         """Yield the accumulated gradients by parameter name; this rank's shard of sharded ones. Empty by default."""
+        del model
         return ()
 
     @abstractmethod
@@ -100,7 +106,7 @@ class Backend(ABC):
 
     @abstractmethod
     def save(self, folder: Path, later: PendingFiles | None = None) -> None:
-        """Write weights, optimizer, schedule and RNG state; with `later`, only add host copies to it."""
+        """Write weights, optimizers and schedules of all roles, and RNG state; with `later`, only add host copies."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
@@ -110,15 +116,20 @@ class Backend(ABC):
     def save_hf(self, folder: Path) -> None:
         """Write a folder that transformers can load."""
 
-    def offload(self) -> MemoryTransfer:
-        """Move parameters, master weights and moments to host memory and free the device. TrainerError by default."""
+    def offload(self, roles: Collection[Role] | None = None) -> MemoryTransfer:
+        """Move parameters, master weights and moments of `roles` (default: all) to host memory and free the device.
+
+        Raises TrainerError by default.
+        """
+        del roles
         raise TrainerError(
             f"{type(self).__name__} cannot offload its state to the host; add --no-offload-train if trainer and engine "
             "fit on the device together, or give the engines their own GPUs"
         )
 
-    def onload(self) -> MemoryTransfer:
-        """Undo `offload`."""
+    def onload(self, roles: Collection[Role] | None = None) -> MemoryTransfer:
+        """Undo `offload` of `roles`, by default of all models."""
+        del roles
         return MemoryTransfer(0, 0.0)
 
     def layer_seconds(self) -> float | None:
@@ -136,48 +147,81 @@ class PipelinedBackend(Backend):
         """Run `log_probs` on each micro-batch; results in the same order."""
 
     @abstractmethod
-    def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
+    def forward_backward_of(
+        self, micros: Sequence[MicroBatch], loss_fn: LossFn, *, model: Role = "actor"
+    ) -> list[Metrics]:
         """Run `forward_backward` on each micro-batch; results in the same order."""
 
 
 M = TypeVar("M")
+Opt = TypeVar("Opt")
 
 
-class RoleModels(Generic[M]):
-    """The trained actor, and frozen models, which are built on first use.
+@dataclass
+class TrainedModel(Generic[M, Opt]):
+    """A model of the run: its module, and its optimizer with schedule and sharding, None for a frozen model.
 
-    folders: of frozen models. load: builds one from a folder. new: builds one whose weights the caller replaces.
-    diverged: frozen models whose weights are no longer those of their folder.
+    host: its memory while it is off the device. is_diverged: the weights of this frozen model are no longer those of
+    its folder, so checkpoints contain them.
     """
 
-    def __init__(
-        self, actor: M, folders: Mapping[Role, Path], *, load: Callable[[Path], M], new: Callable[[], M]
-    ) -> None:
-        self._of: dict[Role, M] = {"actor": actor}
-        self._folders, self._load, self._new = folders, load, new
-        self.diverged: set[Role] = set()
+    module: M
+    optimizer: Opt | None = None
+    host: HostOffload = field(default_factory=HostOffload)
+    is_diverged: bool = False
 
-    def __getitem__(self, role: Role) -> M:
+
+class RoleModels(Generic[M, Opt]):
+    """The models of a run by role. Frozen ones are built on first use.
+
+    folders: of frozen models. load: builds one from a folder. new: builds one whose weights the caller replaces.
+    """
+
+    def __init__(self, folders: Mapping[Role, Path], *, load: Callable[[Path], M], new: Callable[[], M]) -> None:
+        self._of: dict[Role, TrainedModel[M, Opt]] = {}
+        self._folders, self._load, self._new = folders, load, new
+
+    def add(self, role: Role, model: TrainedModel[M, Opt]) -> None:
+        """Add a trained model."""
+        self._of[role] = model
+
+    def __getitem__(self, role: Role) -> TrainedModel[M, Opt]:
         """Return a model. Raises TrainerError for a role that this run does not have."""
         if role not in self._of:
             if role not in self._folders:
                 raise TrainerError(f"this run has no model {role!r}, only {sorted({*self._folders, *self._of})}")
-            self._of[role] = self._load(self._folders[role])
+            self._of[role] = TrainedModel(self._load(self._folders[role]))
         return self._of[role]
 
-    def __iter__(self) -> Iterator[M]:
-        """Yield all models that are built."""
-        yield from self._of.values()
+    def built(self, roles: Collection[Role] | None = None) -> dict[Role, TrainedModel[M, Opt]]:
+        """Return the models that are built, by role; only those of `roles` if given."""
+        return {role: model for role, model in self._of.items() if roles is None or role in roles}
 
-    def replaced(self, role: Role) -> M:
+    def trained(self) -> dict[Role, TrainedModel[M, Opt]]:
+        """Return the models with an optimizer, by role."""
+        return {role: model for role, model in self._of.items() if model.optimizer is not None}
+
+    def optimizer(self, role: Role) -> Opt:
+        """Return a model's optimizer. Raises TrainerError for a frozen model."""
+        if (optimizer := self[role].optimizer) is None:
+            raise TrainerError(
+                f"the model {role!r} is frozen: it has no optimizer; trained are {sorted(self.trained())}"
+            )
+        return optimizer
+
+    def diverged(self) -> list[Role]:
+        """Return the frozen models whose weights are no longer those of their folder."""
+        return sorted(role for role, model in self._of.items() if model.is_diverged)
+
+    def replaced(self, role: Role) -> TrainedModel[M, Opt]:
         """Return the frozen model `role`, whose weights the caller replaces."""
         if role not in self._of:
-            self._of[role] = self._new()
-        self.diverged.add(role)
+            self._of[role] = TrainedModel(self._new())
+        self._of[role].is_diverged = True
         return self._of[role]
 
     def source_and_target(self, source: Role, target: Role) -> tuple[M, M]:
-        """Return the models of a copy. Raises TrainerError unless `target` is a frozen model other than `source`."""
-        if target == "actor" or target == source:
+        """Return the modules of a copy. Raises TrainerError unless `target` is a frozen model other than `source`."""
+        if target in self.trained() or target == source:
             raise TrainerError(f"copy_weights({source!r}, {target!r}): only a frozen model can be replaced, by another")
-        return self[source], self.replaced(target)
+        return self[source].module, self.replaced(target).module

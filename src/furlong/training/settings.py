@@ -12,9 +12,9 @@ import torch
 
 from furlong.config.checks.engine_checks import offload_problem
 from furlong.config.sections import CheckpointFlags, MegatronFlags, MoeFlags, OptimFlags, TrainFlags
+from furlong.core.algorithms import Role
 from furlong.core.batch import MicroBatch
 from furlong.errors import ConfigError, TrainerError
-from furlong.interfaces import Role
 from furlong.quantization.scheme import QuantizationScheme
 
 Offload = Literal["nothing", "moments", "all"]

@@ -1,9 +1,9 @@
 """Training on one rollout on one rank, independent of the backend.
 
     1. plan       optimizer steps and their micro-batches
-    2. log-probs  of the old policy and the reference, if anything reads them
+    2. passes     per-token columns of the old policy and other models, if anything reads them
     3. advantages from rewards to tokens, over the whole batch; hooks
-    4. steps      forward_backward of each micro-batch, then optim_step
+    4. steps      for each trained role: forward_backward of each micro-batch, then optim_step
     5. metrics    of the batch, the steps and the clock
 
 Sums run in plan order, so the same batch on the same weights gives bit-identical results.
@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from furlong.algo.advantage import token_advantages
+from furlong.algo.passes import needed_passes
 from furlong.algo.reduce import step_mean
 from furlong.config.sections import AlgoFlags
-from furlong.core.algorithms import find_algorithm
+from furlong.core.algorithms import Pass, Read, Role
 from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.device_memory import MemoryTransfer
 from furlong.core.metric import Metrics, maximum, mean, merge, total
@@ -38,14 +39,21 @@ from furlong.core.weights import WeightSource
 from furlong.errors import CheckpointError, TrainerError
 from furlong.files.atomic import PendingFiles
 from furlong.files.checkpoint_folder import read_object
-from furlong.interfaces import LossFn, Role, TokenStats
-from furlong.training.backend_interface import Backend, MicroBatchTooLargeError, NotFiniteLossError, PipelinedBackend
+from furlong.interfaces import LossFn, TokenStats
+from furlong.training.backend_interface import (
+    Backend,
+    MicroBatchTooLargeError,
+    NotFiniteLossError,
+    OptimReport,
+    PipelinedBackend,
+)
 from furlong.training.hook_adapters import RolloutDataHook, apply_hook
 from furlong.training.loss_wrappers import LossRecorder, filled_column
 from furlong.training.packing import Packing, RankPart, split_batch
 from furlong.training.ranks import Ranks
 from furlong.training.round_metrics import Clock, batch_metrics, perf_metrics
 from furlong.training.round_observer import RoundObserver
+from furlong.training.settings import REPLAYED
 
 logger = logging.getLogger(__name__)
 
@@ -91,38 +99,29 @@ class RoundHooks:
 
 
 @dataclass(frozen=True)
-class LogProbPasses:
-    """Log-prob passes to run before the first optimizer step of a rollout."""
+class RoleLoss:
+    """A model that a round trains, and the loss that it minimizes."""
 
-    old: bool
-    ref: bool
+    role: Role
+    loss: LossFn
 
-
-def log_prob_passes(flags: AlgoFlags, num_steps_per_rollout: int, *, custom_advantages: bool = False) -> LogProbPasses:
-    """Return the extra forward passes that the flags require.
-
-    With one optimizer step per rollout the old policy is the live one and the ratio is exactly 1, so no pass is needed.
-    With --use-rollout-logprobs the engine's log-probs are the old ones. `custom_advantages`: a user function computes
-    advantages; with --kl-coef it receives the log-probs of the KL, whatever the algorithm.
-    """
-    reward_kl = (custom_advantages or find_algorithm(flags.advantage_estimator).kl_in_reward) and flags.kl_coef != 0
-    return LogProbPasses(
-        old=not flags.use_rollout_logprobs and (num_steps_per_rollout > 1 or reward_kl),
-        ref=flags.use_kl_loss or reward_kl,
-    )
+    @property
+    def prefix(self) -> str:
+        """The prefix of its metrics."""
+        return "train/" if self.role == "actor" else f"train/{self.role}-"
 
 
 class RoundWorker:
     """Trains one rollout batch after another on a backend.
 
-    packing: how samples form steps and micro-batches; flops: for TFLOPS metrics and balancing by FLOPs; ranks: this
-    process among the trainer processes; max_response_len: divisor of a loss that needs a constant but has no --loss-
-    constant-len; reset_optimizer: drop the moments before each rollout's first step; records_routes: always run the
-    log-prob pass and replay its expert choices in the steps; num_kv_heads, num_experts: facts about the model for
-    `weights`.
+    losses: what a round trains, in order; packing: how samples form steps and micro-batches; flops: for TFLOPS metrics
+    and balancing by FLOPs; ranks: this process among the trainer processes; max_response_len: divisor of a loss that
+    needs a constant but has no --loss-constant-len; reset_optimizer: drop the moments before each rollout's first step;
+    records_routes: always run the log-prob pass and replay its expert choices in the steps; num_kv_heads, num_experts:
+    facts about the model for `weights`.
 
-    >>> worker = RoundWorker(backend, algo=flags, loss=PolicyLoss(flags))     # doctest: +SKIP
-    >>> worker.train(batch)["train/loss"].value                               # doctest: +SKIP
+    >>> worker = RoundWorker(backend, algo=flags, losses=[RoleLoss("actor", PolicyLoss(flags))])  # doctest: +SKIP
+    >>> worker.train(batch)["train/loss"].value                                                   # doctest: +SKIP
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class RoundWorker:
         backend: Backend,
         *,
         algo: AlgoFlags,
-        loss: LossFn,
+        losses: Sequence[RoleLoss],
         packing: Packing | None = None,
         hooks: RoundHooks | None = None,
         flops: FlopsModel | None = None,
@@ -142,7 +141,7 @@ class RoundWorker:
         num_kv_heads: int | None = None,
         num_experts: int | None = None,
     ) -> None:
-        self.backend, self.algo, self.loss = backend, algo, loss
+        self.backend, self.algo, self.losses = backend, algo, losses
         self.packing, self.hooks = packing or Packing(), hooks or RoundHooks()
         self.flops, self.observer, self.ranks = flops, observer or RoundObserver(), ranks or Ranks()
         self._computes_advantages = algo.compute_advantages_and_returns and algo.loss_type != "sft_loss"
@@ -233,10 +232,12 @@ class RoundWorker:
         if self.hooks.dump is not None:
             self.hooks.dump(batch)
         self.observer.trained_on(batch)
-        if self._resets_optimizer:
-            self.backend.reset_optimizer()
-        with clock.phase("actor_train"):
-            trained = self._steps(batch, steps, part.num_rollouts)
+        trained: Metrics = {}
+        for each in self.losses:
+            if self._resets_optimizer:
+                self.backend.reset_optimizer(model=each.role)
+            with clock.phase(f"{each.role}_train"):
+                trained |= self._steps(batch, steps, part.num_rollouts, each)
         self.observer.end(batch.rollout_id, self.backend.named_weights())
         interval = self.algo.ref_update_interval
         if interval is not None and (batch.rollout_id + 1) % interval == 0:
@@ -289,12 +290,12 @@ class RoundWorker:
     def _with_log_probs(self, batch: RolloutBatch, steps: list[list[IntArray]], clock: Clock) -> RolloutBatch:
         if not self._computes_advantages:
             return batch
-        needed = log_prob_passes(self.algo, len(steps), custom_advantages=self.hooks.advantages is not None)
-        if needed.ref:
-            batch = self._pass(batch, steps, clock, "ref", "ref_log_probs")
-        old = self._old_role(batch)
-        if needed.old or old != "actor" or self.algo.use_rollout_entropy or self._records_routes:
-            batch = self._pass(batch, steps, clock, old, "old_log_probs", entropy=self.algo.use_rollout_entropy)
+        policy = self._old_role(batch)
+        reads: dict[Read, bool] = {"routes": self._records_routes, "old_actor": policy != "actor"}
+        also: list[Read] = [name for name, is_read in reads.items() if is_read]
+        custom = self.hooks.advantages is not None
+        for each in needed_passes(self.algo, len(steps), custom_advantages=custom, also=also):
+            batch = self._pass(batch, steps, clock, each, policy if each.role == "actor" else each.role)
         if self.algo.keep_old_actor:
             self.backend.copy_weights("actor", "old_actor")
             self._old_version = batch.rollout_id
@@ -322,27 +323,21 @@ class RoundWorker:
         )
 
     def _pass(
-        self,
-        batch: RolloutBatch,
-        steps: list[list[IntArray]],
-        clock: Clock,
-        role: Role,
-        column: str,
-        *,
-        entropy: bool = False,
+        self, batch: RolloutBatch, steps: list[list[IntArray]], clock: Clock, each: Pass, role: Role
     ) -> RolloutBatch:
-        """Add `column` (and `entropy`) with a forward pass without gradient over all micro-batches.
+        """Add the column of a pass, run by `role`, over all micro-batches; with the policy's entropy if asked for.
 
         Values are copied to the host at the end, so that no micro-batch waits for the one before.
         """
-        parts: dict[str, list[tuple[IntArray, Tensor]]] = {column: [], **({"entropy": []} if entropy else {})}
-        with clock.phase("ref_log_probs" if role == "ref" else "log_probs"):
+        entropy = self.algo.use_rollout_entropy and "entropy" in each.reads
+        parts: dict[str, list[tuple[IntArray, Tensor]]] = {each.column: [], **({"entropy": []} if entropy else {})}
+        with clock.phase(each.phase):
             micro_rows = [rows for step in steps for rows in step]
             for rows, stats in zip(micro_rows, self._log_probs(batch, micro_rows, role, entropy=entropy), strict=True):
-                parts[column].append((rows, stats.log_probs_R))
+                parts[each.column].append((rows, stats.log_probs_R))
                 if entropy and stats.entropy_R is not None:
                     parts["entropy"].append((rows, stats.entropy_R))
-                if self._records_routes and role != "ref":
+                if self._records_routes and role in REPLAYED:
                     if stats.policy_routes is None:
                         raise TrainerError(
                             "--use-routing-replay: the backend recorded no expert choices; does the model have experts?"
@@ -377,14 +372,17 @@ class RoundWorker:
         )
         return batch.with_columns(advantages=advantages_R.numpy(), returns=advantages_R.numpy())
 
-    def _steps(self, batch: RolloutBatch, steps: list[list[IntArray]], num_rollouts: Sequence[int]) -> Metrics:
-        """Run the optimizer steps; metrics are averaged over them, the learning rate is that of the last."""
+    def _steps(
+        self, batch: RolloutBatch, steps: list[list[IntArray]], num_rollouts: Sequence[int], trained: RoleLoss
+    ) -> Metrics:
+        """Run a role's optimizer steps; metrics are averaged over them, the learning rate is that of the last."""
+        role, prefix = trained.role, trained.prefix
         results: list[Metrics] = []
         skipped, lr = 0, 0.0
         has_log_probs = "old_log_probs" in batch.columns
         test = self.hooks.self_test if self.hooks.self_test is not None and self.hooks.self_test.due(batch) else None
         records_all = self.hooks.dump is not None
-        recorder = LossRecorder(self.loss)
+        recorder = LossRecorder(trained.loss)
         test_metrics: Metrics = {}
 
         def rerun(rows: IntArray) -> TokenStats:
@@ -400,45 +398,49 @@ class RoundWorker:
             recorder.keeps_tokens = records_all or (test is not None and index == 0)
             recorder.reports_log_probs = not has_log_probs and index == 0
             self.backend.begin_step(batch.rollout_id, index)
-            parts = self._forward_backward(batch, micro_rows, recorder)
-            step_metrics = {k if "/" in k else f"train/{k}": v for k, v in merge(parts).items()}
-            self.observer.before_update(batch.rollout_id, index, step_metrics, self.backend.named_gradients())
+            parts = self._forward_backward(batch, micro_rows, role, recorder)
+            step_metrics = {k if "/" in k else f"{prefix}{k}": v for k, v in merge(parts).items()}
+            gradients = self.backend.named_gradients(model=role)
+            self.observer.before_update(batch.rollout_id, index, step_metrics, gradients)
             if test is not None and index == 0:
                 is_alone = self.ranks.num_data == 1 and not isinstance(self.backend, PipelinedBackend)
                 again = (rerun, quantized) if is_alone else (None, None)
                 test_metrics = test.report(batch, recorder.log_probs(batch), *again)
-            report = self._optim_step(batch, micro_rows)
+            report = self._optim_step(batch, micro_rows, role)
             lr, skipped = report.lr, skipped + bool(report.skipped)
-            step_metrics["train/global_batch_size"] = mean(count)
+            step_metrics[f"{prefix}global_batch_size"] = mean(count)
             if not report.skipped:
-                step_metrics["train/grad_norm"] = mean(report.grad_norm)
+                step_metrics[f"{prefix}grad_norm"] = mean(report.grad_norm)
             results.append(step_metrics)
         if self.hooks.dump is not None:
             self.hooks.dump(batch.with_columns(**recorder.columns(batch)))
-        metrics = step_mean(results, num_ranks=self.ranks.num_data) | test_metrics | {"train/lr-pg_0": mean(lr)}
-        metrics["train/num_steps"] = mean(len(steps))
-        return metrics | {"train/skipped_steps": total(skipped / self.ranks.num_data)} if skipped else metrics
+        metrics = step_mean(results, num_ranks=self.ranks.num_data) | test_metrics | {f"{prefix}lr-pg_0": mean(lr)}
+        metrics[f"{prefix}num_steps"] = mean(len(steps))
+        return metrics | {f"{prefix}skipped_steps": total(skipped / self.ranks.num_data)} if skipped else metrics
 
-    def _forward_backward(self, batch: RolloutBatch, micro_rows: list[IntArray], loss: LossFn) -> list[Metrics]:
+    def _forward_backward(
+        self, batch: RolloutBatch, micro_rows: list[IntArray], role: Role, loss: LossFn
+    ) -> list[Metrics]:
         parts: list[Metrics] = []
         try:
             if isinstance(self.backend, PipelinedBackend):
                 with tracer.span("forward backward", micro_batches=len(micro_rows)):
-                    return self.backend.forward_backward_of([self._micro(batch, r) for r in micro_rows], loss)
+                    micros = [self._micro(batch, rows) for rows in micro_rows]
+                    return self.backend.forward_backward_of(micros, loss, model=role)
             for rows in micro_rows:
                 with tracer.span("forward backward", samples=len(rows)):
-                    parts += self._run_micro(batch, rows, loss)
+                    parts += self._run_micro(batch, rows, role, loss)
             return parts
         except NotFiniteLossError as error:
-            raise self._refused(batch, error.rows, f"{error.what}, in the micro-batch of samples") from error
+            raise self._refused(batch, error.rows, f"{error.what}, in the micro-batch of samples", role) from error
 
-    def _run_micro(self, batch: RolloutBatch, rows: IntArray, loss: LossFn) -> list[Metrics]:
+    def _run_micro(self, batch: RolloutBatch, rows: IntArray, role: Role, loss: LossFn) -> list[Metrics]:
         """Accumulate the gradient of a micro-batch, in halves if it does not fit into memory.
 
         Losses are divided by the sizes of the whole step, so the halves have the same gradient.
         """
         try:
-            return [self.backend.forward_backward(self._micro(batch, rows), loss)]
+            return [self.backend.forward_backward(self._micro(batch, rows), loss, model=role)]
         except MicroBatchTooLargeError as error:
             if len(rows) < 2 or rows.tobytes() in self._recorded_routes:
                 raise
@@ -449,18 +451,19 @@ class RoundWorker:
         metrics: list[Metrics] = []
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             self._step_sizes[half.tobytes()] = self._step_sizes.get(rows.tobytes(), (0, 0))
-            metrics += self._run_micro(batch, half, loss)
+            metrics += self._run_micro(batch, half, role, loss)
         return metrics
 
-    def _optim_step(self, batch: RolloutBatch, micro_rows: list[IntArray]) -> Any:
+    def _optim_step(self, batch: RolloutBatch, micro_rows: list[IntArray], role: Role) -> OptimReport:
         try:
             with tracer.span("optimizer step"):
-                return self.backend.optim_step()
+                return self.backend.optim_step(model=role)
         except NotFiniteLossError as error:  # deferred by this rank until all ranks synchronize
-            raise self._refused(batch, error.rows, f"{error.what}, in the micro-batch of samples") from error
+            raise self._refused(batch, error.rows, f"{error.what}, in the micro-batch of samples", role) from error
         except TrainerError as error:
             what = f"{error}; losses were finite on this rank, in the step of samples"
-            raise self._refused(batch, np.concatenate(micro_rows), what) from error
+            raise self._refused(batch, np.concatenate(micro_rows), what, role) from error
 
-    def _refused(self, batch: RolloutBatch, rows: IntArray, what: str) -> TrainerError:
-        return self.observer.refused_step(batch, rows, what, is_custom_loss=self.loss.needs_logits)
+    def _refused(self, batch: RolloutBatch, rows: IntArray, what: str, role: Role) -> TrainerError:
+        is_custom_loss = any(each.loss.needs_logits for each in self.losses if each.role == role)
+        return self.observer.refused_step(batch, rows, what, is_custom_loss=is_custom_loss)

@@ -16,6 +16,7 @@ import torch
 
 from furlong.algo.policy_loss import PolicyLoss, SftLoss, metrics_only, tis_correction
 from furlong.config.sections import CheckpointFlags, Config
+from furlong.core.algorithms import Role
 from furlong.core.batch import RolloutBatch
 from furlong.core.model_config import read_json
 from furlong.core.transports import transport_spec
@@ -25,7 +26,7 @@ from furlong.errors import ConfigError
 from furlong.files.atomic import atomic_file
 from furlong.files.batch_file import save_batch
 from furlong.files.checkpoint_folder import check_has_steps, find_foreign_weights, find_initial_weights
-from furlong.interfaces import LossFn, Role, SamplingParams, Trainer
+from furlong.interfaces import LossFn, SamplingParams, Trainer
 from furlong.loop.checkpoints import Checkpoints
 from furlong.models.hf_config import load_config, num_experts, num_kv_heads
 from furlong.models.quantized_folder import (
@@ -51,7 +52,7 @@ from furlong.training.packing import Packing
 from furlong.training.ranks import Ranks
 from furlong.training.round_observer import RoundObserver
 from furlong.training.settings import BackendSettings, MegatronHooks
-from furlong.training.worker import RoundHooks, RoundWorker
+from furlong.training.worker import RoleLoss, RoundHooks, RoundWorker
 from furlong.transfer.cuda_allocator import cuda_allocator
 from furlong.weight_sync.transports.transport import Transport, TransportContext
 from furlong.wiring.context import RunContext
@@ -83,7 +84,7 @@ def build_worker(context: RunContext, num_rollout: int, ranks: Ranks) -> RoundWo
     return RoundWorker(
         backend,
         algo=config.algo,
-        loss=_loss(context),
+        losses=[RoleLoss("actor", _loss(context))],
         packing=build_packing(config),
         hooks=_round_hooks(context, ranks),
         flops=backend.flops,

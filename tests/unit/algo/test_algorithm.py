@@ -5,39 +5,42 @@ import pytest
 import torch
 
 from furlong.algo.advantage import ADVANTAGES, token_advantages, training_rewards
+from furlong.algo.passes import needed_passes
 from furlong.algo.policy_loss import POLICY_LOSSES, PolicyLoss
 from furlong.algo.reduce import denominator
 from furlong.core.algorithms import ALGORITHMS
 from furlong.errors import ConfigError, DataError
-from furlong.training.worker import LogProbPasses, log_prob_passes
 from oracles.cases import flags
 
 
 @pytest.mark.parametrize(
     ("values", "num_steps", "want"),
     [
-        ({}, 1, LogProbPasses(False, False)),
-        ({}, 2, LogProbPasses(True, False)),
-        ({"use_tis": True}, 1, LogProbPasses(False, False)),
-        ({"use_rollout_logprobs": True}, 4, LogProbPasses(False, False)),
-        ({"use_kl_loss": True}, 1, LogProbPasses(False, True)),
-        ({"kl_coef": 0.1}, 1, LogProbPasses(False, False)),  # grpo has no KL in its reward
-        ({"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1}, 1, LogProbPasses(True, True)),
-        ({"advantage_estimator": "reinforce_plus_plus"}, 1, LogProbPasses(False, False)),
+        ({}, 1, []),
+        ({}, 2, ["old_log_probs"]),
+        ({"use_tis": True}, 1, []),
+        ({"use_rollout_logprobs": True}, 4, []),
+        ({"use_kl_loss": True}, 1, ["ref_log_probs"]),
+        ({"kl_coef": 0.1}, 1, []),  # grpo has no KL in its reward
+        ({"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1}, 1, ["ref_log_probs", "old_log_probs"]),
+        ({"advantage_estimator": "reinforce_plus_plus"}, 1, []),
         (
             {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "use_rollout_logprobs": True},
             1,
-            LogProbPasses(False, True),
+            ["ref_log_probs"],
         ),
+        ({"use_rollout_entropy": True, "use_rollout_logprobs": True}, 2, ["old_log_probs"]),
     ],
 )
 def test_only_log_probs_that_are_read_are_computed(values, num_steps, want):
-    assert log_prob_passes(flags(values.pop("advantage_estimator", "grpo"), **values), num_steps) == want
+    passes = needed_passes(flags(values.pop("advantage_estimator", "grpo"), **values), num_steps)
+    assert [each.column for each in passes] == want
 
 
 def test_custom_advantages_get_both_log_probs_with_kl_coef():
-    assert log_prob_passes(flags("grpo", kl_coef=0.1), 1, custom_advantages=True) == LogProbPasses(True, True)
-    assert log_prob_passes(flags("grpo"), 1, custom_advantages=True) == LogProbPasses(False, False)
+    passes = needed_passes(flags("grpo", kl_coef=0.1), 1, custom_advantages=True)
+    assert [each.column for each in passes] == ["ref_log_probs", "old_log_probs"]
+    assert needed_passes(flags("grpo"), 1, custom_advantages=True) == ()
 
 
 @pytest.mark.parametrize(

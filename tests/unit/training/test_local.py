@@ -14,7 +14,7 @@ from furlong.errors import CheckpointError, TrainerError
 from furlong.training.local_trainer import LocalTrainer
 from furlong.training.packing import Packing
 from furlong.training.round_observer import RoundObserver
-from furlong.training.worker import RoundHooks, RoundWorker
+from furlong.training.worker import RoleLoss, RoundHooks, RoundWorker
 from models_zoo import random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]])
@@ -23,7 +23,11 @@ BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]])
 def build(**options):
     flags = AlgoFlags()
     packing = Packing(micro_batch_size=4)
-    return LocalTrainer(RoundWorker(FakeBackend(), algo=flags, loss=PolicyLoss(flags), packing=packing, **options))
+    return LocalTrainer(
+        RoundWorker(
+            FakeBackend(), algo=flags, losses=[RoleLoss("actor", PolicyLoss(flags))], packing=packing, **options
+        )
+    )
 
 
 def sums(trainer):
@@ -33,7 +37,7 @@ def sums(trainer):
 class SleepingBackend(FakeBackend):
     """A FakeBackend that can leave its device, which moves nothing."""
 
-    def offload(self):
+    def offload(self, roles=None):
         return MemoryTransfer(0, 0.0)
 
     onload = offload
@@ -42,7 +46,9 @@ class SleepingBackend(FakeBackend):
 def test_every_call_to_an_offloaded_trainer_is_an_error(tmp_path):
     async def scenario():
         flags = AlgoFlags()
-        trainer = LocalTrainer(RoundWorker(SleepingBackend(), algo=flags, loss=PolicyLoss(flags)))
+        trainer = LocalTrainer(
+            RoundWorker(SleepingBackend(), algo=flags, losses=[RoleLoss("actor", PolicyLoss(flags))])
+        )
         await trainer.offload()
         for asked in (trainer.train(BATCH), trainer.save(tmp_path), trainer.save_hf(tmp_path)):
             with pytest.raises(TrainerError, match="the trainer is asleep"):

@@ -35,7 +35,7 @@ from furlong.rollout.train_batch import Conversion, batch_from_groups
 from furlong.tools.quantize_folder import quantize_folder
 from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.packing import Packing
-from furlong.training.worker import RoundWorker
+from furlong.training.worker import RoleLoss, RoundWorker
 from models_zoo import family_config
 
 FAMILIES = ("qwen3_moe", "glm4_moe", "gpt_oss")
@@ -189,7 +189,7 @@ def worker(folder: Path, replay: str, **options) -> RoundWorker:
     return RoundWorker(
         backend(folder, replay),
         algo=FLAGS,
-        loss=PolicyLoss(FLAGS),
+        losses=[RoleLoss("actor", PolicyLoss(FLAGS))],
         packing=Packing(micro_batch_size=2, global_batch_size=2),
         records_routes=replay == "policy",
         **options,
@@ -205,12 +205,12 @@ def test_the_policys_own_choice_is_replayed_in_every_step(folders, rollouts):
         used: list[torch.Tensor] = []
         plain, step = trained.backend.forward_backward, trained.backend.optim_step
 
-        def spied(micro, loss, plain=plain, used=used):
+        def spied(micro, loss, plain=plain, used=used, **role):
             used.append(micro.policy_routes)
-            return plain(micro, loss)
+            return plain(micro, loss, **role)
 
-        def disturbed(backend=trained.backend, step=step):
-            report = step()
+        def disturbed(backend=trained.backend, step=step, **role):
+            report = step(**role)
             disturb(backend, by=0.5)
             return report
 

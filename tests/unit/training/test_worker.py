@@ -21,7 +21,7 @@ from furlong.training.hook_adapters import rollout_data
 from furlong.training.packing import Packing
 from furlong.training.ranks import Ranks
 from furlong.training.round_metrics import Clock, perf_metrics
-from furlong.training.worker import RoundHooks, RoundWorker
+from furlong.training.worker import RoleLoss, RoundHooks, RoundWorker
 from models_zoo import family_config, random_batch
 
 BATCH = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]], masked=0.2, vocab=12)
@@ -43,7 +43,7 @@ def build(
     return RoundWorker(
         backend or FakeBackend(),
         algo=settings,
-        loss=loss or PolicyLoss(settings),
+        losses=[RoleLoss("actor", loss or PolicyLoss(settings))],
         packing=packing or Packing(micro_batch_size=2),
         hooks=hooks,
         reset_optimizer=reset_optimizer,
@@ -287,11 +287,11 @@ def test_a_micro_batch_that_does_not_fit_into_memory_runs_in_halves_with_the_sam
         backend, sizes = fsdp_backend(folder, optim=OptimFlags(lr=1e-2)), []
         whole = backend.forward_backward
 
-        def forward_backward(micro, loss_fn):
+        def forward_backward(micro, loss_fn, **role):
             if len(micro.rows) > most_samples:
                 raise MicroBatchTooLargeError("CUDA out of memory")
             sizes.append(len(micro.rows))
-            return whole(micro, loss_fn)
+            return whole(micro, loss_fn, **role)
 
         monkeypatch.setattr(backend, "forward_backward", forward_backward)
         metrics = train(build(backend, packing=Packing(micro_batch_size=4)))
@@ -309,7 +309,7 @@ def test_a_micro_batch_that_does_not_fit_into_memory_runs_in_halves_with_the_sam
 def test_a_single_sample_that_does_not_fit_into_memory_is_an_error(folder, monkeypatch):
     backend = fsdp_backend(folder)
 
-    def forward_backward(*_):
+    def forward_backward(*_, **__):
         raise MicroBatchTooLargeError("CUDA out of memory")
 
     monkeypatch.setattr(backend, "forward_backward", forward_backward)

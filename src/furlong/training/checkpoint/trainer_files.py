@@ -4,7 +4,8 @@ trainer.json                  format, step count, contents, random states of Pyt
 trainer_weights.safetensors   all parameters and buffers of the policy, as float32 master weights if there are any
 trainer_optimizer.safetensors moments
 trainer_rng.safetensors       torch random states; trainer_rng_<rank>.safetensors has all random states of another rank
-trainer_<role>.safetensors    a frozen model that differs from its folder
+trainer_<role>.safetensors    another model of the run: a trained one, or a frozen one that differs from its folder
+trainer_<role>_optimizer.safetensors   moments of another trained model
 
 Large files are split: trainer_weights-1.safetensors and so on. Tensors are stored unsharded, so any number of ranks can
 read a checkpoint; each rank reads only its slices. To write, every rank iterates all full tensors. Files are assigned
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from furlong.core.algorithms import Role
 from furlong.core.weights import host_copy
 from furlong.errors import CheckpointError
 from furlong.files.atomic import PendingFiles, save_tensors
@@ -47,6 +49,31 @@ WEIGHTS = "trainer_weights"
 OPTIMIZER = "trainer_optimizer"
 FILE_BYTES = 4 * 2**30
 META_TYPES = {"files": dict, "has_optimizer": bool, "roles": list, "python_random": list, "numpy_random": list}
+
+
+def weights_stem(role: Role) -> str:
+    """Return the stem of the files with a model's weights."""
+    return WEIGHTS if role == "actor" else f"trainer_{role}"
+
+
+def optimizer_stem(role: Role) -> str:
+    """Return the stem of the files with a model's moments."""
+    return OPTIMIZER if role == "actor" else f"trainer_{role}_optimizer"
+
+
+def is_optimizer(stem: str) -> bool:
+    """Return whether files of this stem have moments."""
+    return stem.endswith("_optimizer")
+
+
+def step_counts(steps: Mapping[Role, int]) -> dict[str, Any]:
+    """Return the entries of `trainer.json` for the optimizer steps of each trained model."""
+    return {("num_steps" if role == "actor" else f"{role}_num_steps"): count for role, count in steps.items()}
+
+
+def step_count(meta: Mapping[str, Any], role: Role) -> int:
+    """Return the optimizer steps of a model from `trainer.json`."""
+    return int(meta["num_steps" if role == "actor" else f"{role}_num_steps"])
 
 
 def reader(folder: Path, meta: Mapping[str, Any], stem: str) -> AbstractContextManager[TensorReader]:
@@ -77,7 +104,7 @@ def save(
         counts[stem] = len({name for name, _ in written.values()}) or 1
     contents = {
         "has_optimizer": OPTIMIZER in tensors,
-        "roles": [stem.removeprefix("trainer_") for stem in tensors if stem not in (WEIGHTS, OPTIMIZER)],
+        "roles": [stem.removeprefix("trainer_") for stem in tensors if stem != WEIGHTS and not is_optimizer(stem)],
         "files": counts,
         "num_ranks": ranks.world_size,
     }

@@ -8,7 +8,7 @@ directly. With several ranks each stores only its shard of the master weights (`
 Collectives: with several ranks every rank calls the same methods in the same order with the same arguments, except for
 the contents of micro-batches, and iterates `named_weights` to the end. An error on one rank is raised on all.
 
-Frozen models (`ref`, `teacher`, `old_actor`) are separate modules.
+Each role's model is a separate module; trained ones have an optimizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -30,13 +30,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from furlong.algo.logprob import stats_from_logits, token_stats
+from furlong.core.algorithms import Role
 from furlong.core.batch import FlopsModel, MicroBatch
-from furlong.core.device_memory import MemoryTransfer
+from furlong.core.device_memory import MemoryTransfer, total_transfer
 from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
 from furlong.files.atomic import PendingFiles
 from furlong.files.checkpoint_folder import dist_with_fsdp
-from furlong.interfaces import LossFn, Role, TokenStats
+from furlong.interfaces import LossFn, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.fake_quantization import quantized_values, round_model
 from furlong.models.model_facts import chunk_rows, forward_flops, is_worth_compiling, logits_bytes
@@ -47,10 +48,17 @@ from furlong.training.backend_interface import (
     NotFiniteLossError,
     OptimReport,
     RoleModels,
+    TrainedModel,
 )
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.tensor_reader import TensorReader
-from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS
+from furlong.training.checkpoint.trainer_files import (
+    is_optimizer,
+    optimizer_stem,
+    step_count,
+    step_counts,
+    weights_stem,
+)
 from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron_lm.dist_files import is_dist_folder
 from furlong.training.offload import HostOffload
@@ -70,6 +78,8 @@ from furlong.training.sharding import Prepare, Sharding, reshard, tensors_of
 
 logger = logging.getLogger(__name__)
 
+FsdpModel = TrainedModel[PackedModel, MasterOptimizer]
+
 
 class FsdpBackend(Backend):
     """Implements `training.backend_interface.Backend` over a Hugging Face folder.
@@ -83,27 +93,12 @@ class FsdpBackend(Backend):
         self.ranks = ranks or Ranks()
         self.sharding = Sharding(self.ranks, settings.device)
         self._compiles = settings.compile_layers
-        start = settings.initial_weights or settings.hf_checkpoint
-        self.actor = self._load(start, prepare=self._prepare, is_trained=True)
-        logger.info("loaded weights from %s", start)
-        named = [(name, p) for name, p in self.actor.model.named_parameters() if p.requires_grad]
-        self._host = HostOffload()
-        self.optimizer = MasterOptimizer(
-            named,
-            settings.optim,
-            Schedule(
-                settings.optim, total_steps=settings.total_steps, samples_per_step=settings.train.global_batch_size or 1
-            ),
-            self.sharding,
-            offload=settings.offload,
-            wait=self._host.wait_for_deferred,
-        )
-        self._models = RoleModels(
-            self.actor,
+        self._models = RoleModels[PackedModel, MasterOptimizer](
             {"ref": settings.hf_checkpoint, **settings.role_folders},
             load=lambda folder: self._load(folder, prepare=_freeze),
             new=self._like_actor,
         )
+        self._models.add("actor", self._load_trained(settings.initial_weights or settings.hf_checkpoint))
         # Loaded now and not at first use: transformers sets PyTorch's default dtype while loading, which would affect
         # the engine's thread once it generates.
         for role in settings.role_folders:
@@ -112,6 +107,31 @@ class FsdpBackend(Backend):
         layers: Any = self.actor.model.base_model.layers if self.sharding.is_sharded else ()
         self._layer_times = LayerTimes(layers, settings.device)
         self._not_finite: NotFiniteLossError | None = None
+
+    @property
+    def actor(self) -> PackedModel:
+        """The policy."""
+        return self._models["actor"].module
+
+    @property
+    def optimizer(self) -> MasterOptimizer:
+        """The policy's optimizer."""
+        return self._models.optimizer("actor")
+
+    def _load_trained(self, folder: Path) -> FsdpModel:
+        settings, host = self.settings, HostOffload()
+        packed = self._load(folder, prepare=self._prepare, is_trained=True)
+        logger.info("loaded weights from %s", folder)
+        samples_per_step = settings.train.global_batch_size or 1
+        optimizer = MasterOptimizer(
+            [(name, p) for name, p in packed.model.named_parameters() if p.requires_grad],
+            settings.optim,
+            Schedule(settings.optim, total_steps=settings.total_steps, samples_per_step=samples_per_step),
+            self.sharding,
+            offload=settings.offload,
+            wait=host.wait_for_deferred,
+        )
+        return TrainedModel(packed, optimizer, host)
 
     def _prepare(self, model: PreTrainedModel) -> None:
         if self.settings.train.recompute_activations:
@@ -132,7 +152,7 @@ class FsdpBackend(Backend):
         packed = self.sharding.load(source, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=self._pack)
         if is_checkpoint:
             meta = trainer_files.read_meta(folder)
-            _load_weights(folder, meta, WEIGHTS, packed.model, self.sharding)
+            _load_weights(folder, meta, weights_stem("actor"), packed.model, self.sharding)
         return packed
 
     def _pack(self, model: PreTrainedModel) -> PackedModel:
@@ -165,10 +185,10 @@ class FsdpBackend(Backend):
 
         Raises TrainerError for a model that does not exist in this run.
         """
-        packed = self._models[model]
+        packed = self._models[model].module
         routing = self._routing(micro) if model in REPLAYED else None
         with torch.no_grad():
-            stats = self._stats(packed, micro, routing, StatsRequest(entropy))
+            stats = self._stats(model, micro, routing, StatsRequest(entropy))
         reshard(packed)
         if routing is None or routing.own_lTK is None or self.settings.routing_replay != "policy":
             return stats
@@ -187,7 +207,7 @@ class FsdpBackend(Backend):
             return None
         return RoutingState(replay=self.settings.replays(micro))
 
-    def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
+    def forward_backward(self, micro: MicroBatch, loss_fn: LossFn, *, model: Role = "actor") -> Metrics:
         """Accumulate the gradient of `loss_fn` over one micro-batch.
 
         Raises NotFiniteLossError for a non-finite loss. With `check_finite` off such a micro-batch is not accumulated
@@ -199,29 +219,30 @@ class FsdpBackend(Backend):
         """
         while True:
             try:
-                return self._forward_backward(micro, loss_fn)
+                return self._forward_backward(micro, loss_fn, model)
             except torch.OutOfMemoryError as error:
                 if self.sharding.is_sharded:
                     raise TrainerError(
                         f"rank {self.ranks.rank} ran out of memory with {len(micro.tokens_T)} tokens: {error}. Lower "
                         "--max-tokens-per-gpu, or set --recompute-activations"
                     ) from error
-                if not self.optimizer.drop_unfolded():
+                if not self._models.optimizer(model).drop_unfolded():
                     raise
-                if not self.actor.layers.save_memory():
+                if not self._models[model].module.layers.save_memory():
                     raise MicroBatchTooLargeError(str(error)) from error
                 reason = str(error)
             torch.cuda.empty_cache()
             logger.warning("out of memory; running the micro-batch again with more recomputation: %s", reason)
 
-    def _forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
-        stats = self._stats(self.actor, micro, self._routing(micro), StatsRequest.of(loss_fn))
+    def _forward_backward(self, micro: MicroBatch, loss_fn: LossFn, role: Role) -> Metrics:
+        optimizer = self._models.optimizer(role)
+        stats = self._stats(role, micro, self._routing(micro), StatsRequest.of(loss_fn))
         loss, metrics = loss_fn(micro, stats)
         metrics |= agreement(micro, stats.rerouted_R)
         value = float(loss.detach())
         is_finite = math.isfinite(value)
         if not is_finite:
-            error = NotFiniteLossError(f"loss {value}{self._first_bad(stats)}", micro.rows)
+            error = NotFiniteLossError(f"loss {value}{self._first_bad(role, stats)}", micro.rows)
             if self.settings.check_finite and not self.sharding.is_sharded:
                 raise error
             self._not_finite = self._not_finite or error
@@ -231,62 +252,73 @@ class FsdpBackend(Backend):
         elif not is_finite or not loss.requires_grad:
             return metrics
         loss.backward()
-        self.optimizer.fold_gradients()
+        optimizer.fold_gradients()
         return metrics
 
-    def optim_step(self) -> OptimReport:
+    def optim_step(self, *, model: Role = "actor") -> OptimReport:
         """Clip, step, advance the schedule, zero the gradients.
 
         A non-finite loss or gradient on any rank raises TrainerError on all ranks, or skips the step on all ranks if
         `check_finite` is off.
         """
         error, self._not_finite = self._not_finite, None
+        optimizer = self._models.optimizer(model)
         if reason := self.ranks.first(str(error or "")):
-            self.optimizer.zero_grad()
+            optimizer.zero_grad()
             if self.settings.check_finite:
                 raise error or TrainerError(reason)
-            return OptimReport(math.nan, self.optimizer.schedule.lr(self.optimizer.num_steps), reason)
-        return self.optimizer.step(skip_not_finite=not self.settings.check_finite)
+            return OptimReport(math.nan, optimizer.schedule.lr(optimizer.num_steps), reason)
+        return optimizer.step(skip_not_finite=not self.settings.check_finite)
 
-    def offload(self) -> MemoryTransfer:
+    def offload(self, roles: Collection[Role] | None = None) -> MemoryTransfer:
         """Move all state that persists between steps to pinned host memory and free the device. Not a collective.
 
         Gradients are dropped, and so are parameters rounded from master weights: `onload` rounds them again. Until
-        then, only `onload` may be called.
+        then, only `onload` may be called for these models.
         """
-        optimizer = self.optimizer
+        return total_transfer(map(self._offload, self._models.built(roles).values()))
+
+    def _offload(self, model: FsdpModel) -> MemoryTransfer:
+        optimizer = model.optimizer
+        if optimizer is None:
+            return model.host.offload(self._parts(model))
         optimizer.zero_grad()
-        return self._host.offload(
-            self._parts(),
+        return model.host.offload(
+            self._parts(model),
             deferred=optimizer.moments(),
             discarded=optimizer.rounded(),
             reserve=optimizer.unallocated_bytes(),
         )
 
-    def onload(self) -> MemoryTransfer:
-        """Undo `offload`. The moments may still be copied on return; the optimizer waits for them."""
+    def onload(self, roles: Collection[Role] | None = None) -> MemoryTransfer:
+        """Undo `offload`. The moments may still be copied on return; the optimizers wait for them."""
+        return total_transfer(map(self._onload, reversed(self._models.built(roles).values())))
+
+    @staticmethod
+    def _onload(model: FsdpModel) -> MemoryTransfer:
         started = time.perf_counter()
-        moved = self._host.reload()
-        if self.optimizer.rounded():
-            self.optimizer.write_back()
+        moved = model.host.reload()
+        if model.optimizer is not None and model.optimizer.rounded():
+            model.optimizer.write_back()
         return MemoryTransfer(moved.num_bytes, time.perf_counter() - started)
 
-    def _parts(self) -> Iterator[Tensor]:
+    def _parts(self, model: FsdpModel) -> Iterator[Tensor]:
         """Yield persistent tensors, except moments and parameters that can be rounded from master weights."""
-        rounded = {id(parameter) for parameter in self.optimizer.rounded()}
-        for packed in self._models:
-            reshard(packed)
-            tensors = (tensor for _, tensor in tensors_of(packed.model) if id(tensor) not in rounded)
-            yield from map(self.sharding.local, tensors)
-        yield from self.optimizer.master_weights
+        optimizer = model.optimizer
+        rounded = {id(parameter) for parameter in optimizer.rounded()} if optimizer is not None else set[int]()
+        reshard(model.module)
+        tensors = (tensor for _, tensor in tensors_of(model.module.model) if id(tensor) not in rounded)
+        yield from map(self.sharding.local, tensors)
+        if optimizer is not None:
+            yield from optimizer.master_weights
 
     def layer_seconds(self) -> float | None:
         """Return the time spent in the policy's layers since the last call; None with one rank."""
         return self._layer_times.take()
 
-    def reset_optimizer(self) -> None:
+    def reset_optimizer(self, *, model: Role = "actor") -> None:
         """Reset the optimizer's moments; the learning-rate schedule continues."""
-        self.optimizer.reset()
+        self._models.optimizer(model).reset()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy under the names of a Hugging Face checkpoint, in a fixed order, tied tensors once.
@@ -304,12 +336,12 @@ class FsdpBackend(Backend):
                 yield known, part
         self.weights_are_views = is_live
 
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def named_gradients(self, *, model: Role = "actor") -> Iterator[tuple[str, Tensor]]:
         """Yield the accumulated gradients by parameter; of a sharded parameter, this rank's shard."""
-        return self.optimizer.named_gradients()
+        return self._models.optimizer(model).named_gradients()
 
     def copy_weights(self, source: Role, target: Role) -> None:
-        """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is the actor."""
+        """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is trained."""
         origin, copied = self._models.source_and_target(source, target)
         self.sharding.copy(origin.model, copied.model)
 
@@ -326,48 +358,61 @@ class FsdpBackend(Backend):
 
         With `later`, only copy them to host memory.
         """
-        model, optimizer, sharding = self.actor.model, self.optimizer, self.sharding
+        sharding = self.sharding
 
-        def weights() -> Iterator[tuple[str, Tensor]]:
+        def weights(model: PreTrainedModel, optimizer: MasterOptimizer) -> Iterator[tuple[str, Tensor]]:
             with optimizer.loaded():
-                yield from _whole(model, _policy_tensors(model, optimizer, sharding), sharding)
+                yield from _whole(model, _trained_tensors(model, optimizer, sharding), sharding)
 
-        tensors = {WEIGHTS: weights()}
-        if not self.settings.checkpoint.no_save_optim:
-            tensors[OPTIMIZER] = _moments(model, optimizer)
-        for role in sorted(self._models.diverged):
-            tensors[f"trainer_{role}"] = _whole(model, dict(hf.named_tensors(self._models[role].model)), sharding)
-        trainer_files.save(folder, tensors, sharding.ranks, meta={"num_steps": optimizer.num_steps}, later=later)
+        tensors: dict[str, Iterator[tuple[str, Tensor]]] = {}
+        for role in self._models.trained():
+            model, optimizer = self._models[role].module.model, self._models.optimizer(role)
+            tensors[weights_stem(role)] = weights(model, optimizer)
+            if not self.settings.checkpoint.no_save_optim:
+                tensors[optimizer_stem(role)] = _moments(model, optimizer)
+        for role in self._models.diverged():
+            model = self._models[role].module.model
+            tensors[weights_stem(role)] = _whole(model, dict(hf.named_tensors(model)), sharding)
+        steps: dict[Role, int] = {role: self._models.optimizer(role).num_steps for role in self._models.trained()}
+        trainer_files.save(folder, tensors, sharding.ranks, meta=step_counts(steps), later=later)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote with any number of ranks; bit-identical with the same number.
 
         Raises CheckpointError on all ranks if the checkpoint is incomplete, of another model, or unreadable on one.
         """
-        reshard(self.actor)
-        model, optimizer = self.actor.model, self.optimizer
-        with_moments = not self.settings.checkpoint.no_load_optim
+        for role in self._models.trained():
+            reshard(self._models[role].module)
         with self.ranks.agreed():
             meta = trainer_files.read_meta(folder)
-            with optimizer.loaded():
-                with _reader(folder, meta, WEIGHTS, model) as reader:
-                    reader.copy_into(_policy_tensors(model, optimizer, self.sharding), self.sharding)
-                optimizer.write_back()
-            optimizer.zero_grad()
-            optimizer.reset()
-            optimizer.num_steps = int(meta["num_steps"])
-            if meta["has_optimizer"] and with_moments:
-                with _reader(folder, meta, OPTIMIZER, model) as reader:
-                    optimizer.restore(reader)
-            elif with_moments:
-                logger.warning("%s was saved without optimizer states (--no-save-optim); moments start at zero", folder)
+            for role in self._models.trained():
+                self._load_role(folder, meta, role)
         for role in meta["roles"]:
+            if role in self._models.trained():
+                continue
             self.copy_weights("actor", role)  # also what checkpoints do not contain, such as rotary frequencies
             with self.ranks.agreed():
-                _load_weights(folder, meta, f"trainer_{role}", self._models[role].model, self.sharding)
+                _load_weights(folder, meta, weights_stem(role), self._models[role].module.model, self.sharding)
         if not self.settings.checkpoint.no_load_rng:
             with self.ranks.agreed():
                 trainer_files.restore_random(folder, meta, self.ranks)
+
+    def _load_role(self, folder: Path, meta: dict[str, Any], role: Role) -> None:
+        model, optimizer = self._models[role].module.model, self._models.optimizer(role)
+        with optimizer.loaded():
+            with _reader(folder, meta, weights_stem(role), model) as reader:
+                reader.copy_into(_trained_tensors(model, optimizer, self.sharding), self.sharding)
+            optimizer.write_back()
+        optimizer.zero_grad()
+        optimizer.reset()
+        optimizer.num_steps = step_count(meta, role)
+        if self.settings.checkpoint.no_load_optim:
+            return
+        if meta["has_optimizer"]:
+            with _reader(folder, meta, optimizer_stem(role), model) as reader:
+                optimizer.restore(reader)
+        else:
+            logger.warning("%s was saved without optimizer states (--no-save-optim); moments start at zero", folder)
 
     def save_hf(self, folder: Path) -> None:
         """Write a folder that transformers can load, with tokenizer and generation config of `hf_checkpoint`."""
@@ -377,9 +422,8 @@ class FsdpBackend(Backend):
             folder, lambda: self.actor.model, tensors, self.ranks, dtype=dtype, companions=companions
         )
 
-    def _stats(
-        self, packed: PackedModel, micro: MicroBatch, routing: RoutingState | None, request: StatsRequest
-    ) -> TokenStats:
+    def _stats(self, role: Role, micro: MicroBatch, routing: RoutingState | None, request: StatsRequest) -> TokenStats:
+        packed, optimizer = self._models[role].module, self._models[role].optimizer or self.optimizer
         targets_R, temperature = micro.tokens_T[micro.response_pos_R], self.settings.temperature
         on_cpu = self.device.type == "cpu"
 
@@ -406,7 +450,7 @@ class FsdpBackend(Backend):
 
         # logits and their gradient; the gradient of the weight in two dtypes
         head_bytes = 2 * logits_bytes(on_cpu=on_cpu) + 6 * packed.head_VD.numel()
-        pending_bytes = self.optimizer.pending_bytes + self._pass_bytes
+        pending_bytes = optimizer.pending_bytes + self._pass_bytes
         outputs = packed(micro, output_layer, pending_bytes=pending_bytes, head_bytes=head_bytes, routing=routing)
         rerouted_R = None if routing is None else routing.rerouted_R
         if not request.logits:
@@ -416,8 +460,8 @@ class FsdpBackend(Backend):
         stats = stats_from_logits(logits_RV, targets_R, temperature=1.0, **options)
         return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV, rerouted_R=rerouted_R)
 
-    def _first_bad(self, stats: TokenStats) -> str:
-        for name, tensor in self.actor.model.named_parameters():
+    def _first_bad(self, role: Role, stats: TokenStats) -> str:
+        for name, tensor in self._models[role].module.model.named_parameters():
             if not bool(torch.isfinite(self.sharding.local(tensor)).all()):
                 return f"; parameter {name} is not finite"
         bad = int((~torch.isfinite(stats.log_probs_R)).sum())
@@ -452,8 +496,8 @@ def _load_weights(folder: Path, meta: dict[str, Any], stem: str, model: PreTrain
         reader.copy_into(dict(hf.named_tensors(model)), sharding)
 
 
-def _policy_tensors(model: PreTrainedModel, optimizer: MasterOptimizer, sharding: Sharding) -> dict[str, Tensor]:
-    """Return the policy's tensors by name, master weights instead of parameters if they are separate."""
+def _trained_tensors(model: PreTrainedModel, optimizer: MasterOptimizer, sharding: Sharding) -> dict[str, Tensor]:
+    """Return a trained model's tensors by name, master weights instead of parameters if they are separate."""
     separate = {} if sharding.is_sharded else {weight.name: weight.master for weight in optimizer.weights}
     return {name: separate.get(name, tensor) for name, tensor in hf.named_tensors(model)}
 
@@ -478,7 +522,7 @@ def _moments(model: PreTrainedModel, optimizer: MasterOptimizer) -> Iterator[tup
 def _reader(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel) -> Generator[TensorReader]:
     """Open the files of `stem`, with tensors under their names in the model."""
     moments = ("step", *chain(*MOMENTS.values()))
-    suffixes = [f"/{moment}" for moment in moments] if stem == OPTIMIZER else [""]
+    suffixes = [f"/{moment}" for moment in moments] if is_optimizer(stem) else [""]
     with trainer_files.reader(folder, meta, stem) as reader:
         for name, tensor in hf.named_tensors(model):
             form = hf.disk_rows(model, name, tensor)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 # Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.transformer.module import Float16Module
@@ -22,7 +23,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from furlong.config.sections import MegatronFlags, OptimFlags
-from furlong.training.optimizer import MOMENTS
+from furlong.errors import TrainerError
+from furlong.training.backend_interface import OptimReport
+from furlong.training.offload import OptimizerOffload
+from furlong.training.optimizer import MOMENTS, Schedule
+from furlong.training.settings import BackendSettings
 
 MASTER = "master"
 
@@ -207,3 +212,104 @@ class OptimizerState:
         master = part.optimizer.param_groups[group]["params"][order]
         state = master if kind == MASTER else part.optimizer.state[master].get(kind)
         return None if state is None else (slice(span.start, span.end), state.detach().view(-1))
+
+
+class ChunkOptimizer:
+    """The optimizer of a rank's model chunks, with its schedule and the chunks wrapped in DDP.
+
+    trained: Hugging Face names of the trained tensors. wait: called before the states are used. num_steps counts the
+    steps taken. is_fresh: no gradient is accumulated.
+    """
+
+    def __init__(
+        self,
+        settings: BackendSettings,
+        chunks: Sequence[GPTModel],
+        config: TransformerConfig,
+        trained: frozenset[str],
+        *,
+        wait: Callable[[], None],
+    ) -> None:
+        optim, dtype = settings.optim, settings.dtype
+        self.optim, self._dtype, self._offload = optim, dtype, settings.offload
+        self.chunks = data_parallel(chunks, config, dtype, settings.megatron)
+        self._overlaps = settings.megatron.overlap_grad_reduce
+        self.schedule = Schedule(
+            optim, total_steps=settings.total_steps, samples_per_step=settings.train.global_batch_size or 1
+        )
+        self.optimizer = build_optimizer(optim, self.chunks, dtype)
+        self.state = OptimizerState(self.optimizer, kind=optim.optimizer, trained=trained)
+        self._host = OptimizerOffload(self._kept_on_host, wait)
+        self.loaded = self._host.loaded
+        self.num_steps, self.is_fresh = 0, True
+
+    def _kept_on_host(self) -> list[Tensor]:
+        if self._offload == "nothing":
+            return []
+        has_masters = self._offload == "all" and self._dtype == torch.bfloat16
+        return [*self.state.moments(), *(self.state.master_weights() if has_masters else ())]
+
+    def zero_grad(self) -> None:
+        """Set all gradients to zero."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def begin_accumulation(self) -> None:
+        """Zero the gradients before the first backward pass of a step."""
+        if self._overlaps and not self.is_fresh:
+            raise TrainerError("--overlap-grad-reduce: gradients of this step are being reduced; remove the flag")
+        if self.is_fresh:
+            self.zero_grad()
+            self.is_fresh = False
+
+    def step(self, reason: str, *, check_finite: bool, first_not_finite: Callable[[], str]) -> OptimReport:
+        """Clip, step, advance the schedule; skipped for a `reason`, which all ranks pass, or a non-finite gradient.
+
+        Raises TrainerError for a non-finite gradient if `check_finite`, with the parameter that `first_not_finite`
+        names.
+        """
+        lr = self.schedule.lr(self.num_steps)
+        self.is_fresh = True
+        if not reason or self._overlaps:  # started reductions must complete
+            finalize_model_grads(self.chunks, None)  # summed over ranks: token weights include the denominator
+        if not reason:
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+            reason = "" if math.isfinite(norm) else f"gradient norm {norm}, first in {first_not_finite()}"
+            if reason and check_finite:
+                raise TrainerError(f"optimizer step {self.num_steps}: {reason}")
+        if reason:
+            return OptimReport(math.nan, lr, reason)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        with self.loaded():
+            _, norm, _ = self.optimizer.step()
+        self.num_steps += 1
+        if self.optim.use_stateless_adam:
+            self.reset()
+        return OptimReport(float(norm), lr)
+
+    def reset(self) -> None:
+        """Reset the moments; the schedule continues."""
+        with self.loaded():
+            self.state.reset()
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Yield the gradient buffers, which are free between steps."""
+        for chunk in self.chunks:
+            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+
+    def missing_moment_bytes(self) -> list[int]:
+        """Return the size of each moment that will be allocated and stay on the device between steps."""
+        return self.state.missing_moment_bytes() if self._offload == "nothing" else []
+
+    def is_rounded(self, parameter: Tensor) -> bool:
+        """Whether a parameter is rounded from master weights that stay on the device."""
+        return self._dtype == torch.bfloat16 and self._offload != "all" and self.state.is_rounded(parameter)
+
+    def round_parameters(self) -> None:
+        """Round the parameters from master weights. A collective: each data-parallel rank rounds its slice."""
+        self.state.write_back()
+        for chunk in self.chunks:
+            chunk.start_param_sync()  # gather the slices of the data-parallel ranks

@@ -8,45 +8,51 @@ from __future__ import annotations
 
 # Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
+import contextlib
 import dataclasses
 import logging
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from furlong.config.checks.engine_checks import attention_problem
 from furlong.config.sections import TrainFlags
+from furlong.core.algorithms import Role
 from furlong.core.batch import FlopsModel, MicroBatch
-from furlong.core.device_memory import MemoryTransfer
+from furlong.core.device_memory import MemoryTransfer, total_transfer
 from furlong.core.metric import Metrics
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.files.atomic import PendingFiles
-from furlong.interfaces import LossFn, Role, TokenStats
+from furlong.interfaces import LossFn, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.fake_quantization import fake_quantize, is_rounded, rounding_of
 from furlong.models.hf_config import load_config
 from furlong.models.model_facts import forward_flops, is_worth_compiling
 from furlong.quantization.scheme import QuantizationScheme
-from furlong.training.backend_interface import NotFiniteLossError, OptimReport, PipelinedBackend, RoleModels
+from furlong.training.backend_interface import (
+    NotFiniteLossError,
+    OptimReport,
+    PipelinedBackend,
+    RoleModels,
+    TrainedModel,
+)
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.tensor_reader import TensorReader
-from furlong.training.checkpoint.trainer_files import OPTIMIZER, WEIGHTS
+from furlong.training.checkpoint.trainer_files import optimizer_stem, step_count, step_counts, weights_stem
 from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron import weight_names as names
-from furlong.training.megatron.distributed_optimizer import MASTER, OptimizerState, build_optimizer, data_parallel
+from furlong.training.megatron.distributed_optimizer import MASTER, ChunkOptimizer, OptimizerState
 from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
 from furlong.training.megatron.moe_layers import RouterReplay
 from furlong.training.megatron.moe_routing import LoadBalancing
@@ -56,8 +62,8 @@ from furlong.training.megatron.pipeline import Pipeline
 from furlong.training.megatron.weight_names import Parameter
 from furlong.training.megatron_lm import places
 from furlong.training.megatron_lm.dist_files import DistReader
-from furlong.training.offload import HostOffload, OptimizerOffload
-from furlong.training.optimizer import Schedule, check_moments
+from furlong.training.offload import HostOffload
+from furlong.training.optimizer import check_moments
 from furlong.training.ranks import Ranks
 from furlong.training.round_observer import LayerTimes
 from furlong.training.settings import (
@@ -66,15 +72,16 @@ from furlong.training.settings import (
     ONLY_TRAIN_FLAG,
     REPLAYED,
     BackendSettings,
-    Offload,
     matching_names,
 )
 
 logger = logging.getLogger(__name__)
 
+MegatronModel = TrainedModel[list[GPTModel], ChunkOptimizer]
+
 
 class MegatronBackend(PipelinedBackend):
-    """One rank's model chunks, optimizer and frozen models. The default process group exists.
+    """One rank's model chunks and optimizers by role. The default process group exists.
 
     Raises ConfigError for settings that are not supported on the device.
     """
@@ -92,31 +99,19 @@ class MegatronBackend(PipelinedBackend):
         self.config = self._model_config()
         self._pipeline = Pipeline(self.layout, settings, ties_head=self.hf.tie_word_embeddings)
         whole = settings.hf_checkpoint
-        self._models = RoleModels(
-            self._load(settings.initial_weights or whole),
+        self._models = RoleModels[list[GPTModel], ChunkOptimizer](
             {"ref": whole, **settings.role_folders},
             load=self._load_frozen,
             new=lambda: self._load_frozen(whole),
         )
-        trained = set_trainable(self._models["actor"], self.hf, settings.train)
-        self._chunks = data_parallel(self._models["actor"], self.config, settings.dtype, settings.megatron)
-        timed = self._models["actor"] if ranks.world_size > 1 else []
+        self._models.add("actor", self._load_trained(settings.initial_weights or whole))
+        timed = self.actor if ranks.world_size > 1 else []
         self._layer_times = LayerTimes([layer for c in timed for layer in c.decoder.layers], settings.device)
-        self.schedule = Schedule(
-            settings.optim, total_steps=settings.total_steps, samples_per_step=settings.train.global_batch_size or 1
-        )
-        self.optimizer = build_optimizer(settings.optim, self._chunks, settings.dtype)
-        self.state = OptimizerState(self.optimizer, kind=settings.optim.optimizer, trained=trained)
-        self._host = HostOffload()
-        self._offload: Offload = settings.offload
-        self._optimizer_offload = OptimizerOffload(self._kept_on_host, self._host.wait_for_deferred)
-        self.num_steps = 0
         if settings.initial_optimizer is not None:
-            with self._optimizer_offload.loaded():
-                self.num_steps = places.load_optimizer(
-                    self._models["actor"], settings.initial_optimizer, self.state, ranks
+            with self.optimizer.loaded():
+                self.optimizer.num_steps = places.load_optimizer(
+                    self.actor, settings.initial_optimizer, self.optimizer.state, ranks
                 )
-        self._is_fresh = True  # no gradient is accumulated
         self._not_finite: NotFiniteLossError | None = None
 
     # -- the model
@@ -146,13 +141,30 @@ class MegatronBackend(PipelinedBackend):
             round_chunks(chunks, self.hf, scheme)
         return chunks
 
+    @property
+    def actor(self) -> list[GPTModel]:
+        """The policy's chunks."""
+        return self._models["actor"].module
+
+    @property
+    def optimizer(self) -> ChunkOptimizer:
+        """The policy's optimizer."""
+        return self._models.optimizer("actor")
+
+    def _load_trained(self, folder: Path) -> MegatronModel:
+        settings, host = self.settings, HostOffload()
+        chunks = self._load(folder)
+        trained = set_trainable(chunks, self.hf, settings.train)
+        optimizer = ChunkOptimizer(settings, chunks, self.config, trained, wait=host.wait_for_deferred)
+        return TrainedModel(chunks, optimizer, host)
+
     def _load_frozen(self, folder: Path) -> list[GPTModel]:
         return [chunk.requires_grad_(False) for chunk in self._load(folder)]
 
     @property
     def recompute(self) -> MlpRecompute:
         """The choice of MLPs to recompute in the backward pass, of this rank's first chunk."""
-        return self._pipeline.recompute[self._models["actor"][0]]
+        return self._pipeline.recompute[self.actor[0]]
 
     @property
     def device(self) -> torch.device:
@@ -170,9 +182,9 @@ class MegatronBackend(PipelinedBackend):
         """Log-probs (and entropies) of the response tokens under one of the models, without gradient."""
         return self.log_probs_of([micro], model=model, entropy=entropy)[0]
 
-    def forward_backward(self, micro: MicroBatch, loss_fn: LossFn) -> Metrics:
+    def forward_backward(self, micro: MicroBatch, loss_fn: LossFn, *, model: Role = "actor") -> Metrics:
         """Accumulate the gradient of `loss_fn` over one micro-batch."""
-        return self.forward_backward_of([micro], loss_fn)[0]
+        return self.forward_backward_of([micro], loss_fn, model=model)[0]
 
     def log_probs_of(
         self, micros: Sequence[MicroBatch], *, model: Role = "actor", entropy: bool = False
@@ -185,7 +197,7 @@ class MegatronBackend(PipelinedBackend):
             outputs.append(stats)
             return torch.zeros((), device=self.settings.device)
 
-        chunks = self._models[model]
+        chunks = self._models[model].module
         if self.settings.hooks.before_log_probs is not None:
             self.settings.hooks.before_log_probs(list(chunks), "" if model in REPLAYED else f"{model}_")
         replay = self._router_replay(model, micros)
@@ -210,7 +222,7 @@ class MegatronBackend(PipelinedBackend):
             return None
         if role not in self._router_replays:
             self._router_replays[role] = RouterReplay(
-                self._models[role],
+                self._models[role].module,
                 self.settings,
                 recomputes=self.config.recompute_granularity is not None,
                 is_split=self.layout.sequence_parallel,
@@ -220,15 +232,14 @@ class MegatronBackend(PipelinedBackend):
     def begin_step(self, rollout_id: int, step: int) -> None:
         """Call the user's hook with this rank's chunks, the optimizer and its schedule; gradients are zero."""
         if self.settings.hooks.before_step is not None:
-            self._zero_gradients()
-            self.settings.hooks.before_step(rollout_id, step, list(self._chunks), self.optimizer, self.schedule)
+            optimizer = self.optimizer
+            optimizer.zero_grad()
+            chunks = list(optimizer.chunks)
+            self.settings.hooks.before_step(rollout_id, step, chunks, optimizer.optimizer, optimizer.schedule)
 
-    def _zero_gradients(self) -> None:
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-
-    def forward_backward_of(self, micros: Sequence[MicroBatch], loss_fn: LossFn) -> list[Metrics]:
+    def forward_backward_of(
+        self, micros: Sequence[MicroBatch], loss_fn: LossFn, *, model: Role = "actor"
+    ) -> list[Metrics]:
         """`forward_backward` of several micro-batches, which the pipeline overlaps."""
         metrics: list[Metrics] = []
 
@@ -242,14 +253,11 @@ class MegatronBackend(PipelinedBackend):
                 loss = (stats.log_probs_R * 0.0).nan_to_num().sum()
             return loss
 
-        if self.settings.megatron.overlap_grad_reduce and not self._is_fresh:
-            raise TrainerError("--overlap-grad-reduce: gradients of this step are being reduced; remove the flag")
-        if self._is_fresh:
-            self._zero_gradients()
-            self._is_fresh = False
-        replay = self._router_replay("actor", micros)
+        optimizer = self._models.optimizer(model)
+        optimizer.begin_accumulation()
+        replay = self._router_replay(model, micros)
         passes = self._pipeline.run(
-            self._chunks, micros, loss_of, StatsRequest.of(loss_fn), forward_only=False, replay=replay
+            optimizer.chunks, micros, loss_of, StatsRequest.of(loss_fn), forward_only=False, replay=replay
         )
         shared = self._pipeline.broadcast_metrics(metrics)
         if replay is None:
@@ -260,47 +268,27 @@ class MegatronBackend(PipelinedBackend):
 
     # -- the optimizer
 
-    def optim_step(self) -> OptimReport:
+    def optim_step(self, *, model: Role = "actor") -> OptimReport:
         """Clip, step, advance the schedule. A non-finite loss or gradient on one rank counts on all ranks."""
-        lr = self.schedule.lr(self.num_steps)
+        optimizer = self._models.optimizer(model)
         error, self._not_finite = self._not_finite, None
-        self._is_fresh = True
         reason = self.ranks.first(str(error or ""))
-        if not reason or self.settings.megatron.overlap_grad_reduce:  # started reductions must complete
-            finalize_model_grads(self._chunks, None)  # summed over ranks: token weights include the denominator
-        if not reason:
-            self.optimizer.prepare_grads()
-            norm = float(self.optimizer.get_grad_norm())
-            reason = "" if math.isfinite(norm) else f"gradient norm {norm}, first in {self._first_not_finite()}"
-            if reason and self.settings.check_finite:
-                raise TrainerError(f"optimizer step {self.num_steps}: {reason}")
-        elif self.settings.check_finite:
+        report = optimizer.step(
+            reason,
+            check_finite=self.settings.check_finite,
+            first_not_finite=partial(self._first_not_finite, self._models[model].module),
+        )
+        if reason and self.settings.check_finite:
             raise error or TrainerError(reason)
-        if reason:
-            return OptimReport(math.nan, lr, reason)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        with self._optimizer_offload.loaded():
-            _, norm, _ = self.optimizer.step()
-        self.num_steps += 1
-        if self.settings.optim.use_stateless_adam:
-            self.reset_optimizer()
-        return OptimReport(float(norm), lr)
+        return report
 
-    def _first_not_finite(self) -> str:
-        pairs = names.parameters_with_local(self._models["actor"], self.hf)
+    def _first_not_finite(self, chunks: list[GPTModel]) -> str:
+        pairs = names.parameters_with_local(chunks, self.hf)
         return self.ranks.first_not_finite((each.theirs[0], getattr(local, "main_grad", None)) for each, local in pairs)
 
-    def reset_optimizer(self) -> None:
+    def reset_optimizer(self, *, model: Role = "actor") -> None:
         """Reset the optimizer's moments; the learning-rate schedule continues."""
-        with self._optimizer_offload.loaded():
-            self.state.reset()
-
-    def _kept_on_host(self) -> list[Tensor]:
-        if self._offload == "nothing":
-            return []
-        has_masters = self._offload == "all" and self.settings.dtype == torch.bfloat16
-        return [*self.state.moments(), *(self.state.master_weights() if has_masters else ())]
+        self._models.optimizer(model).reset()
 
     def layer_seconds(self) -> float | None:
         """Return the time spent in the policy's layers since the last call; None with one rank."""
@@ -308,52 +296,51 @@ class MegatronBackend(PipelinedBackend):
 
     # -- leaving the device
 
-    def offload(self) -> MemoryTransfer:
+    def offload(self, roles: Collection[Role] | None = None) -> MemoryTransfer:
         """Move all states between steps to pinned host memory and release device memory.
 
         Parameters that are rounded from master weights are discarded, and rounded again by `onload`, which must be the
-        next call.
+        next call for these models.
         """
-        gradients = self.gradients() if self._is_fresh else ()
-        later = self.state.missing_moment_bytes() if self._offload == "nothing" else []
-        return self._host.offload(
-            self._parts(), deferred=self.state.moments(), discarded=[*self._rounded(), *gradients], reserve=later
+        return total_transfer(map(self._offload, self._models.built(roles).values()))
+
+    def _offload(self, model: MegatronModel) -> MemoryTransfer:
+        optimizer = model.optimizer
+        if optimizer is None:
+            return model.host.offload(self._parts(model))
+        gradients = optimizer.gradients() if optimizer.is_fresh else ()
+        return model.host.offload(
+            self._parts(model),
+            deferred=optimizer.state.moments(),
+            discarded=[*_rounded(model), *gradients],
+            reserve=optimizer.missing_moment_bytes(),
         )
 
-    def onload(self) -> MemoryTransfer:
+    def onload(self, roles: Collection[Role] | None = None) -> MemoryTransfer:
         """Undo `offload`. A collective, as each data-parallel rank rounds its slice of the parameters.
 
-        Moments may still be copying afterwards; the optimizer waits for them.
+        Moments may still be copying afterwards; the optimizers wait for them.
         """
+        return total_transfer(map(self._onload, reversed(self._models.built(roles).values())))
+
+    @staticmethod
+    def _onload(model: MegatronModel) -> MemoryTransfer:
         started = time.perf_counter()
-        moved = self._host.reload()
-        if self._rounded():
-            self.state.write_back()
-            for chunk in self._chunks:
-                chunk.start_param_sync()  # gather the slices of the data-parallel ranks
+        moved = model.host.reload()
+        if model.optimizer is not None and _rounded(model):
+            model.optimizer.round_parameters()
         return MemoryTransfer(moved.num_bytes, time.perf_counter() - started)
 
-    def _parts(self) -> Iterator[Tensor]:
+    def _parts(self, model: MegatronModel) -> Iterator[Tensor]:
         """Yield tensors that exist between steps, except moments and parameters rounded from master weights."""
-        rounded = {id(parameter) for parameter in self._rounded()}
-        for chunk in chain.from_iterable(self._models):
+        rounded = {id(parameter) for parameter in _rounded(model)}
+        for chunk in model.module:
             yield from (parameter for parameter in chunk.parameters() if id(parameter) not in rounded)
             yield from chunk.buffers()
-        yield from self.state.master_weights()
-        if not self._is_fresh:
-            yield from self.gradients()
-
-    def _rounded(self) -> list[Tensor]:
-        """Return the parameters that are rounded from master weights on the ranks' devices."""
-        if self.settings.dtype != torch.bfloat16 or self._offload == "all":
-            return []
-        parameters = (parameter for chunk in self._models["actor"] for parameter in chunk.parameters())
-        return [parameter for parameter in parameters if self.state.is_rounded(parameter)]
-
-    def gradients(self) -> Iterator[Tensor]:
-        """Yield the gradient buffers, which are free between steps."""
-        for chunk in self._chunks:
-            yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+        if model.optimizer is not None:
+            yield from model.optimizer.state.master_weights()
+            if not model.optimizer.is_fresh:
+                yield from model.optimizer.gradients()
 
     # -- checkpoints
 
@@ -363,22 +350,26 @@ class MegatronBackend(PipelinedBackend):
         The files have whole tensors under Hugging Face names, as those of --train-backend fsdp. Saving gathers one
         tensor at a time on all ranks. With `later`, add the files there instead of writing them.
         """
-        with self._optimizer_offload.loaded():
-            model = self._models["actor"]
-            tensors = {WEIGHTS: names.export(model, self.hf, value_of=partial(self.state.whole, kind=MASTER))}
-            if not self.settings.checkpoint.no_save_optim:
-                tensors[OPTIMIZER] = self._named_moments()
-            for role in sorted(self._models.diverged):
-                tensors[f"trainer_{role}"] = names.export(self._models[role], self.hf)
-            meta = {"num_steps": self.num_steps, "layout": dataclasses.asdict(self.layout)}
+        with contextlib.ExitStack() as stack:
+            tensors: dict[str, Iterator[tuple[str, Tensor]]] = {}
+            for role, model in self._models.trained().items():
+                optimizer = self._models.optimizer(role)
+                stack.enter_context(optimizer.loaded())
+                master = partial(optimizer.state.whole, kind=MASTER)
+                tensors[weights_stem(role)] = names.export(model.module, self.hf, value_of=master)
+                if not self.settings.checkpoint.no_save_optim:
+                    tensors[optimizer_stem(role)] = self._named_moments(model.module, optimizer.state)
+            for role in self._models.diverged():
+                tensors[weights_stem(role)] = names.export(self._models[role].module, self.hf)
+            steps = {role: self._models.optimizer(role).num_steps for role in self._models.trained()}
+            meta = step_counts(steps) | {"layout": dataclasses.asdict(self.layout)}
             trainer_files.save(folder, tensors, self.ranks, meta=meta, later=later)
 
-    def _named_moments(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_moments(self, chunks: list[GPTModel], state: OptimizerState) -> Iterator[tuple[str, Tensor]]:
         """Yield each moment of each trained tensor, then the step counts."""
-        state = self.state
         for moment in state.moment_names:
             value_of = partial(state.whole, kind=moment)
-            for name, tensor in names.export(self._models["actor"], self.hf, value_of=value_of):
+            for name, tensor in names.export(chunks, self.hf, value_of=value_of):
                 if name in state.trained:
                     yield f"{name}/{moment}", tensor
         if state.kind != "adam":
@@ -393,28 +384,36 @@ class MegatronBackend(PipelinedBackend):
 
         Raises CheckpointError on all ranks if it is incomplete, of another model, or unreadable on one rank.
         """
-        with self.ranks.agreed(), self._optimizer_offload.loaded():
+        with self.ranks.agreed():
             meta = trainer_files.read_meta(folder)
-            with trainer_files.reader(folder, meta, WEIGHTS) as reader:
-                names.load(self._models["actor"], self.hf, reader, put=partial(self.state.put, kind=MASTER))
-                self.state.reset()
-                with_moments = not self.settings.checkpoint.no_load_optim
-                if meta["has_optimizer"] and with_moments:
-                    self._load_moments(folder, meta, reader)
-                elif with_moments:
-                    logger.warning("%s has no optimizer states; moments start at zero", folder)
+            for role in self._models.trained():
+                self._load_role(folder, meta, role)
         for role in meta["roles"]:
-            frozen = self._models.replaced(role)
-            with self.ranks.agreed(), trainer_files.reader(folder, meta, f"trainer_{role}") as reader:
+            if role in self._models.trained():
+                continue
+            frozen = self._models.replaced(role).module
+            with self.ranks.agreed(), trainer_files.reader(folder, meta, weights_stem(role)) as reader:
                 names.load(frozen, self.hf, reader)
-        self.num_steps = int(meta["num_steps"])
         if not self.settings.checkpoint.no_load_rng:
             with self.ranks.agreed():
                 trainer_files.restore_random(folder, meta, self.ranks)
 
-    def _load_moments(self, folder: Path, meta: Mapping[str, Any], weights: TensorReader) -> None:
-        state = self.state
-        with trainer_files.reader(folder, meta, OPTIMIZER) as reader:
+    def _load_role(self, folder: Path, meta: Mapping[str, Any], role: Role) -> None:
+        chunks, optimizer = self._models[role].module, self._models.optimizer(role)
+        with optimizer.loaded(), trainer_files.reader(folder, meta, weights_stem(role)) as reader:
+            names.load(chunks, self.hf, reader, put=partial(optimizer.state.put, kind=MASTER))
+            optimizer.state.reset()
+            optimizer.num_steps = step_count(meta, role)
+            if self.settings.checkpoint.no_load_optim:
+                return
+            if meta["has_optimizer"]:
+                self._load_moments(folder, meta, role, reader)
+            else:
+                logger.warning("%s has no optimizer states; moments start at zero", folder)
+
+    def _load_moments(self, folder: Path, meta: Mapping[str, Any], role: Role, weights: TensorReader) -> None:
+        state = self._models.optimizer(role).state
+        with trainer_files.reader(folder, meta, optimizer_stem(role)) as reader:
             check_moments(reader.path, reader.names, state.kind)
             if not reader.names:  # saved before the first step
                 return
@@ -434,7 +433,7 @@ class MegatronBackend(PipelinedBackend):
             state.set_step(steps.pop() if steps else 0.0)
             for moment in state.moment_names:
                 moments = _MomentReader(reader, moment, weights)
-                names.load(self._models["actor"], self.hf, moments, put=partial(state.put, kind=moment))
+                names.load(self._models[role].module, self.hf, moments, put=partial(state.put, kind=moment))
 
     def save_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder, with tokenizer and generation config of the original."""
@@ -446,10 +445,10 @@ class MegatronBackend(PipelinedBackend):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's whole tensors under Hugging Face names, on every rank. A collective."""
-        return names.export(self._models["actor"], self.hf)
+        return names.export(self.actor, self.hf)
 
     def copy_weights(self, source: Role, target: Role) -> None:
-        """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is the actor."""
+        """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is trained."""
         origin, copied = self._models.source_and_target(source, target)
         pairs = zip(names.local_tensors(copied).values(), names.local_tensors(origin).values(), strict=True)
         with torch.no_grad():
@@ -463,6 +462,14 @@ def _check(settings: BackendSettings) -> None:
         raise ConfigError("--train-backend megatron does not support float64; use --bf16 or --fp32")
     if problem := attention_problem(settings.train, settings.megatron, device, str(dtype).removeprefix("torch.")):
         raise ConfigError(problem)
+
+
+def _rounded(model: MegatronModel) -> list[Tensor]:
+    """Return the parameters that are rounded from master weights on the ranks' devices."""
+    optimizer = model.optimizer
+    if optimizer is None:
+        return []
+    return [each for chunk in model.module for each in chunk.parameters() if optimizer.is_rounded(each)]
 
 
 def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
