@@ -51,6 +51,7 @@ nightly: lint types $(SGLANG)/.installed docs
 lint: $(DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/oxlint --deny-warnings --quiet src/furlong/view/static
 
 types: $(DEV)
 	$(VENV)/bin/pyright

@@ -6,18 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from browser import find_chromium, open_browser
-from recorded_runs import HOSTILE, write_run
+from recorded_runs import HOSTILE, write_run, write_sft_run
 
 CHROMIUM = find_chromium()
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine; Debian has it as the package chromium"),
 ]
-VIEWS = ("overview", "samples", "evaluations", "groups", "timeline", "config")
+VIEWS = ("runs", "overview", "samples", "evaluations", "groups", "timeline", "config")
 READY = "!!document.querySelector('nav a[aria-current]') && document.querySelector('main').children.length > 0"
 
 
@@ -35,12 +36,13 @@ def runs(tmp_path_factory):
     return [
         write_run(folder / "first", ended="", save_debug_train_data=batches),
         write_run(folder / "second", lr=5e-5, num_steps=3),
+        write_sft_run(folder / "demonstrations"),
     ]
 
 
 @pytest.fixture(scope="module")
 def url(runs, tmp_path_factory):
-    command = [sys.executable, "-m", "furlong", "view", *map(str, runs), "--no-browser"]
+    command = [sys.executable, "-m", "furlong", "view", *map(str, runs), "--no-browser"]  # agents are in the first
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -52,36 +54,84 @@ def url(runs, tmp_path_factory):
 
 
 def show(browser, view, condition="true"):
+    """Open a view, with `?` and parameters. It is drawn again if it is the current one."""
     browser.evaluate(f"location.hash = '#{view}'")
-    is_current = f"document.querySelector('nav a[aria-current]')?.hash === '#{view.split('?')[0]}'"
+    is_current = f"document.querySelector('nav a[aria-current]')?.hash.split('?')[0] === '#{view.split('?')[0]}'"
     browser.wait_for(f"{is_current} && ({condition})")
 
 
 def check_no_damage(browser):
-    """No error on the console, nothing beyond the edge of the screen, and no text became markup."""
+    """No error on the console or in a view, nothing beyond the edge of the screen, and no text became markup."""
     assert browser.errors == []
+    assert browser.evaluate("document.querySelector('.problem')?.innerText ?? ''") == ""
     assert browser.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert browser.evaluate("document.title.includes('furlong') && !document.querySelector('img')")
 
 
-def test_views_fit_wide_narrow_and_dark_screens(browser, url):
+@pytest.mark.commit
+def test_no_view_of_any_run_shows_an_error(browser, url):
+    browser.size(1400)
     browser.go(url, READY)
     assert "token" not in browser.evaluate("location.href")
-    for width, is_dark in ((1400, False), (420, True)):
-        browser.size(width)
-        browser.dark(is_dark)
+    for run in ("first", "second", "demonstrations"):
         for view in VIEWS:
-            show(browser, view, "document.querySelector('main').innerText.length > 20")
+            show(browser, f"{view}?run={run}", "document.querySelector('main').innerText.length > 20")
+            browser.wait_for(f"document.title.includes('{run}')")
             if view == "evaluations":
-                browser.wait_for("document.querySelector('main thead')?.innerText.includes('held')")
+                expected = "has no evaluation" if run == "demonstrations" else "held"
+                browser.wait_for(f"document.querySelector('main').innerText.includes('{expected}')")
+            if view == "samples" and run != "demonstrations":
+                browser.wait_for("!!document.querySelector('.detail .token')")
             check_no_damage(browser)
+
+
+def test_views_fit_narrow_and_dark_screens(browser, url):
+    browser.go(url, READY)
+    browser.size(400)
+    browser.dark(True)
+    for view in VIEWS:
+        show(browser, view, "document.querySelector('main').innerText.length > 20")
+        check_no_damage(browser)
+    browser.dark(False)
+
+
+def test_the_address_has_the_run_the_view_the_filters_and_the_sample(browser, url):
+    browser.size(1400)
+    browser.go(url, READY)
+    show(browser, "samples?run=second&reward_max=0", "document.querySelectorAll('.samples tbody tr').length === 5")
+    browser.wait_for("location.hash.includes('file=')")
+    browser.press("j")
+    browser.wait_for("document.querySelector('.samples tr.open')?.rowIndex === 2 && location.hash.includes('file=1.')")
+    address = browser.evaluate("location.href")
+    browser.go("about:blank")
+    browser.go(address, READY)
+    browser.wait_for("document.querySelector('.samples tr.open')?.rowIndex === 2")
+    assert browser.evaluate("document.querySelectorAll('.samples tbody tr').length") == 5
+    assert browser.evaluate("document.querySelector('.chip[aria-pressed=true]').innerText").startswith("second")
+    show(browser, "overview?run=second&x=tokens&log=1", "document.querySelectorAll('.chart canvas').length > 3")
+    assert browser.evaluate("document.querySelectorAll('.filters select')[1].value") == "tokens"
+
+
+def test_charts_are_saved_as_files(browser, url, tmp_path):
+    browser.go(url, READY)
+    browser.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    show(browser, "overview", "document.querySelectorAll('.chart canvas').length > 3")
+    browser.evaluate("document.querySelectorAll('.chart .save button').forEach((b, i) => { if (i < 2) b.click(); })")
+    end = time.monotonic() + 60
+    files = [tmp_path / f"rollout_raw_reward.{kind}" for kind in ("csv", "png")]
+    while not all(path.is_file() and path.stat().st_size for path in files):
+        assert time.monotonic() < end, list(tmp_path.iterdir())
+        time.sleep(0.05)
+    assert files[0].read_text().splitlines()[:3] == ["step,first,second,demonstrations", "0,,,", "1,0.2,0.2,"]
+    assert files[1].read_bytes().startswith(b"\x89PNG")
 
 
 def test_curves_of_both_runs_are_drawn(browser, url):
     browser.size(1400)
     browser.go(url, READY)
     show(browser, "overview", "document.querySelectorAll('.chart canvas').length > 3")
-    assert browser.evaluate("document.querySelector('.chart .value').innerText") == "0.8 / 0.6"
+    values = browser.evaluate("[...document.querySelectorAll('.chart')][0].querySelector('.value').innerText")
+    assert values.split() == ["first", "0.8", "second", "0.6", "demonstrations", "–"]
     assert "REW02" in browser.evaluate("document.querySelector('.diagnosis').innerText")
 
 
@@ -116,7 +166,7 @@ def test_tokens_have_colors_and_values(browser, url):
 def test_keys_switch_views_and_samples(browser, url):
     browser.go(url, READY)
     browser.press("2")
-    browser.wait_for("location.hash === '#samples' && !!document.querySelector('.detail .token')")
+    browser.wait_for("location.hash.startsWith('#samples') && !!document.querySelector('.detail .token')")
     assert browser.evaluate("document.querySelector('.samples tr.open').rowIndex") == 1
     browser.press("j")
     browser.wait_for("document.querySelector('.samples tr.open')?.rowIndex === 2")
@@ -141,7 +191,7 @@ def test_new_steps_appear_without_a_reload(browser, url, runs):
     show(browser, "overview", "document.querySelectorAll('.chart canvas').length > 3")
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "rollout/raw_reward": 0.99}\n')
-    browser.wait_for("document.querySelector('.chart .value').innerText.startsWith('0.99')")
+    browser.wait_for("document.querySelector('.chart .value').innerText.includes('0.99')")
     assert browser.errors == []
 
 

@@ -69,6 +69,19 @@ def write_run(
     return folder
 
 
+def write_sft_run(folder: Path) -> Path:
+    """Write a run on demonstrations: no samples, no evaluation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {"hf_checkpoint": str(model_folder()), "loss_type": "sft_loss", "num_rollout": 2, "keep_samples": 20}
+    _write_config(folder, values | {"output_dir": str(folder)})
+    rows = [{"step": step, "train/nll": 2.0 / step, "perf/step_time": 1.0} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    events = [{"event": "start"}, *({"event": "step", "step": step} for step in (1, 2)), {"event": "end"}]
+    lines = [json.dumps({"time": START + number, **event}) for number, event in enumerate(events)]
+    (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
 def _write_config(folder: Path, values: dict[str, Any]) -> None:
     from furlong.config.command_line import config_to_json
 

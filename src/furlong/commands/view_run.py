@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from furlong.commands.output import command_parser, show
+from furlong.tracking.run_files import CONFIG
 from furlong.view.page_app import serve_page
 from furlong.view.page_file import write_page
 from furlong.view.run_reader import open_runs
@@ -15,7 +16,9 @@ from furlong.view.run_reader import open_runs
 def view(words: list[str]) -> int:
     """Show runs on a local web page, also while they are in progress, or write the page to one file."""
     parser = command_parser("view", view.__doc__, has_json=False)
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="run directories (--output-dir)")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", type=Path, help="run directories (--output-dir), or a directory of them"
+    )
     parser.add_argument(
         "--export", metavar="FILE", type=Path, help="write one self-contained HTML file instead of serving the page"
     )
@@ -33,6 +36,7 @@ def view(words: list[str]) -> int:
     has_display = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
     serve_page(
         runs,
+        folders=[folder for folder in options.runs if not (folder / CONFIG).is_file()],
         host=options.host,
         port=options.port,
         opens_browser=not options.no_browser and has_display and sys.stdout.isatty(),

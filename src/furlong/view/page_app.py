@@ -12,6 +12,7 @@ import threading
 import webbrowser
 from collections.abc import AsyncGenerator, Callable, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -27,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from furlong.core.addresses import bound_socket, host_and_port
 from furlong.errors import ConfigError, DataError
 from furlong.view.run_pages import RunPages
-from furlong.view.run_reader import RunReader
+from furlong.view.run_reader import RunReader, runs_below
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ STATIC = resources.files("furlong.view") / "static"
 TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html; charset=utf-8"}
 FILES = (
     "app.css", "app.js", "charts.js", "config.js", "elements.js", "evaluations.js", "groups.js", "overview.js",
-    "sample.js", "samples.js", "source.js", "timeline.js", "vendor/uPlot.iife.min.js", "vendor/uPlot.min.css",
+    "runs.js", "sample.js", "samples.js", "source.js", "timeline.js",
+    "vendor/uPlot.iife.min.js", "vendor/uPlot.min.css",
 )  # fmt: skip
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -87,10 +89,16 @@ class RequireToken:
 
 
 class PageApp:
-    """Serves runs to browsers. `app` is the ASGI application; `close` ends the thread that follows the files."""
+    """Serves runs to browsers. `app` is the ASGI application; `close` ends the thread that follows the files.
 
-    def __init__(self, runs: Sequence[RunReader], token: str, *, cookie: str = "furlong_view") -> None:
+    folders: in which runs that start later are found.
+    """
+
+    def __init__(
+        self, runs: Sequence[RunReader], token: str, *, folders: Sequence[Path] = (), cookie: str = "furlong_view"
+    ) -> None:
         self.pages = [RunPages(run) for run in runs]
+        self._folders = folders
         self._ended = threading.Event()
         self._follower = threading.Thread(target=self._follow, name="furlong-view", daemon=True)
         routes = [
@@ -122,15 +130,21 @@ class PageApp:
     def _follow(self) -> None:
         warned: set[str] = set()
         while not self._ended.is_set():
-            for page in self.pages:
+            for step in (self.find_new_runs, *(page.refresh for page in self.pages)):
                 try:
-                    page.run.refresh()
-                    page.samples.update()
-                except (DataError, OSError) as error:
+                    step()
+                except (ConfigError, DataError, OSError) as error:
                     if str(error) not in warned:
                         warned.add(str(error))
                         logger.warning("%s", error)
             self._ended.wait(POLL_S)
+
+    def find_new_runs(self) -> None:
+        """Open the runs that have started in the folders. Raises ConfigError for one that cannot be read."""
+        known = {page.run.folder for page in self.pages}
+        for path in (path for folder in self._folders for path in runs_below(folder)):
+            if path not in known:
+                self.pages.append(RunPages(RunReader(path)))
 
     async def _index(self, _: Request) -> Response:
         return Response((STATIC / "index.html").read_bytes(), media_type=TYPES["html"])
@@ -189,15 +203,23 @@ class _Server(uvicorn.Server):
 
 
 def serve_page(
-    runs: Sequence[RunReader], *, host: str, port: int, opens_browser: bool, announce: Callable[[str], None]
+    runs: Sequence[RunReader],
+    *,
+    folders: Sequence[Path],
+    host: str,
+    port: int,
+    opens_browser: bool,
+    announce: Callable[[str], None],
 ) -> None:
-    """Serve the runs, and pass the address, which contains the token, to `announce`. Returns after a signal.
+    """Serve the runs, and those that start in the folders, and pass the address with the token to `announce`.
 
-    Raises EngineError if the address cannot be bound.
+    Returns after a signal. Raises EngineError if the address cannot be bound.
     """
     listener = bound_socket(host, port)
     token, bound_port = secrets.token_urlsafe(18), listener.getsockname()[1]
-    pages = PageApp(runs, token, cookie=f"furlong_view_{bound_port}")  # cookies do not distinguish ports
+    pages = PageApp(
+        runs, token, folders=folders, cookie=f"furlong_view_{bound_port}"
+    )  # cookies do not distinguish ports
     config = uvicorn.Config(
         pages.app,
         http="h11",
@@ -210,7 +232,7 @@ def serve_page(
         timeout_graceful_shutdown=EXIT_S,
     )
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http://{host_and_port(shown, bound_port)}/?token={token}"
+    url = f"http://{host_and_port(shown, bound_port)}/?token={token}{'#runs' if folders else ''}"
     pages.start()
     try:
         announce(url)

@@ -22,8 +22,8 @@ MAX_STEPS = 2000  # of a curve
 MAX_SAMPLES = 200  # of a run: the newest training samples, and as many of evaluations
 MAX_GROUPS = 1000
 MODULES = (
-    "elements.js", "source.js", "charts.js", "overview.js", "sample.js", "samples.js", "evaluations.js", "groups.js",
-    "timeline.js", "config.js", "app.js",
+    "elements.js", "source.js", "charts.js", "overview.js", "runs.js", "sample.js", "samples.js", "evaluations.js",
+    "groups.js", "timeline.js", "config.js", "app.js",
 )  # fmt: skip  # each after those that it imports
 
 

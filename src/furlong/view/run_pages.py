@@ -67,7 +67,10 @@ class GroupFlow:
         }
 
     def page(self, *, state: str = "", reason: str = "", group: int | None = None, offset: int = 0) -> dict[str, Any]:
-        """Return {"total": ..., "rows": [...]} of the groups with a state, a reason or a number, the newest first."""
+        """Return {"total": ..., "rows": [...]} of the groups with a state, a reason or a number.
+
+        Dropped ones come first, trained ones last; of each, the newest first.
+        """
         if not self._read():
             return {"total": 0, "rows": []}
         chosen = [
@@ -75,6 +78,7 @@ class GroupFlow:
             for fate in reversed(self._groups)
             if state in ("", fate.state) and reason in ("", fate.reason) and group in (None, fate.group)
         ]
+        chosen.sort(key=lambda fate: {"dropped": 0, "trained": 2}.get(fate.state, 1))
         return {"total": len(chosen), "rows": [vars(fate) for fate in chosen[offset : offset + PAGE]]}
 
     def _read(self) -> bool:
@@ -130,6 +134,11 @@ class RunPages:
             "config": lambda _: self.config(),
             "timeline": self._timeline,
         }
+
+    def refresh(self) -> None:
+        """Read what the run has recorded since the last call."""
+        self.run.refresh()
+        self.samples.update()
 
     def answer(self, kind: str, parameters: Parameters) -> Any:
         """Return the answer of this kind. Raises KeyError for an unknown kind."""

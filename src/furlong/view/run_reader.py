@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,8 @@ from furlong.files.atomic import is_locked
 from furlong.tracking.run_files import CONFIG, EVENTS, METRICS, RUN_LOG, JsonRow, read_sections
 
 ENDS = {"end": "finished", "failed": "failed", "stopped": "stopped"}
+LISTED = ("rollout/raw_reward", "train/nll")  # metrics in the list of runs
+EVAL_MEAN = re.compile(r"eval/(?!step$)(?!.*-pass@)[^/]+(?<!-truncated_ratio)$")
 DIGITS = 7  # significant digits of a value on the page
 
 
@@ -124,15 +127,26 @@ class RunReader:
 
     def summary(self) -> dict[str, Any]:
         """Return what the head of the page shows."""
+        flags = self.flags
+        starts = [event.get("time") for event in self.events if event["event"] == "start"]
         with self._lock:
             return {
                 "name": self.name,
                 "folder": str(self.folder),
                 "state": self.state(),
-                "num_rollout": self.flags.get("num_rollout"),
+                "started": starts[-1] if starts else None,
+                "model": Path(str(flags.get("hf_checkpoint") or "")).name,
+                "algorithm": "sft" if flags.get("loss_type") == "sft_loss" else flags.get("advantage_estimator"),
+                "samples_per_step": (flags.get("rollout_batch_size") or 0) * (flags.get("n_samples_per_prompt") or 1),
+                "num_rollout": flags.get("num_rollout"),
                 "last_step": self._steps[-1] if self._steps else 0,
+                "last": {name: self._last(name) for name in self._columns if name in LISTED or EVAL_MEAN.match(name)},
                 "metrics": sorted(self._columns),
             }
+
+    def _last(self, name: str) -> float | None:
+        values = (value for value in reversed(self._columns[name]) if math.isfinite(value))
+        return _shown(next(values, math.nan))
 
     def metrics(self, names: Iterable[str] | None = None, *, after: int = -1, most: int | None = None) -> Any:
         """Return {"steps": [...], "columns": {name: [...]}} of steps above `after`; unmeasured values are None.
@@ -181,14 +195,18 @@ def _shown(value: float) -> float | None:
 
 
 def open_runs(folders: Iterable[Path]) -> list[RunReader]:
-    """Open runs; equal names get the number of the run. Raises ConfigError with every folder that is not a run."""
+    """Open runs, and those below a folder that is not one, the newest first; equal names get the number of the run.
+
+    Raises ConfigError with every folder that neither is a run nor contains one.
+    """
     runs: list[RunReader] = []
     problems: list[str] = []
     for folder in folders:
+        below = [] if (folder / CONFIG).is_file() else runs_below(folder)
         try:
-            runs.append(RunReader(folder))
+            runs += map(RunReader, below or [folder])
         except ConfigError as error:
-            problems += _with_runs_below(folder, error)
+            problems += map(str, error.problems)
     if problems:
         raise ConfigError(*problems)
     names = [run.name for run in runs]
@@ -198,9 +216,7 @@ def open_runs(folders: Iterable[Path]) -> list[RunReader]:
     return runs
 
 
-def _with_runs_below(folder: Path, error: ConfigError) -> list[str]:
-    below = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
-    if not below:
-        return list(map(str, error.problems))
-    fix = f"give {folder}/*/ or one of them, such as {below[0]}"
-    return [f"{folder}: no {CONFIG}, but {len(below)} runs below it; {fix}"]
+def runs_below(folder: Path) -> list[Path]:
+    """Return the folders of runs directly below a folder, the newest first."""
+    found = {path.parent: path.stat().st_mtime for path in folder.glob(f"*/{CONFIG}")}
+    return sorted(found, key=lambda path: (-found[path], path))

@@ -6,7 +6,6 @@ The index is an SQLite file in the user's cache folder. A thread adds new and ch
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -21,20 +20,27 @@ from typing import Any
 from furlong.core.sample import Sample
 from furlong.errors import DataError
 from furlong.files.sample_file import load_samples
+from furlong.tracking.rollout_dump import EVALUATION, SAMPLES
+from furlong.view.turns import last_user_text, prompt_text, text_of
 
 logger = logging.getLogger(__name__)
 
-EVALUATION = "eval_"
 ROLLOUT_ID = "{rollout_id}"
 PAGE = 50
-FORMAT = 2  # of the index; another one is built again
+FORMAT = 3  # of the index; another one is built again
+MESSAGES = "messages"  # metadata of samples of agents: the conversation
 STORED_CHARS = 2000  # of a prompt or response, for the search and the list
 LISTED_CHARS = 160
 COLUMNS = (
     "file", "pos", "step", "rollout", "is_eval", "name", "grp", "idx", "reward", "status", "prompt_len",
     "response_len", "mean_logp",
 )  # fmt: skip
-TEXTS = ("prompt", "response", "label")  # in a table of their own, so that filters and orders read short rows only
+TEXTS = (
+    "prompt",
+    "response",
+    "label",
+    "asked",
+)  # in a table of their own, so that filters and orders read short rows only
 SCHEMA = f"""
 create table if not exists files (id integer primary key, path text unique, stamp text, problem text);
 create table if not exists samples ({", ".join(COLUMNS)}, primary key (file, pos)) without rowid;
@@ -58,7 +64,7 @@ class SampleFile:
 
 
 def sample_files(folder: Path, flags: Mapping[str, Any]) -> list[SampleFile]:
-    """Return the dumps of --save-debug-rollout-data, the newest first."""
+    """Return the dumps of a run, the newest first."""
     path = dump_path(folder, flags)
     if path is None:
         return []
@@ -73,8 +79,9 @@ def sample_files(folder: Path, flags: Mapping[str, Any]) -> list[SampleFile]:
 
 def dump_path(folder: Path, flags: Mapping[str, Any]) -> Path | None:
     """Return the path of the dumps, with `{rollout_id}`; None if the run saves none."""
-    template = flags.get("save_debug_rollout_data")
-    return _located(folder, flags, template) if template else None
+    if template := flags.get("save_debug_rollout_data"):
+        return _located(folder, flags, template)
+    return folder / SAMPLES if flags.get("keep_samples") else None
 
 
 def batch_file(folder: Path, flags: Mapping[str, Any], rollout_id: int) -> Path | None:
@@ -181,7 +188,8 @@ class SampleIndex:
         dump = load_samples(file.path)
         for group, name in zip(dump.groups, dump.names, strict=True):
             for sample in group.samples:
-                texts = (prompt_text(sample.prompt), sample.response, label_text(sample.label))
+                asked = last_user_text(sample.metadata.get(MESSAGES) or sample.prompt)
+                texts = (prompt_text(sample.prompt), sample.response, text_of(sample.label), asked)
                 yield self._row(file, group.index, name, sample), tuple(text[:STORED_CHARS] for text in texts)
 
     def _row(self, file: SampleFile, group: int, name: str, sample: Sample) -> tuple[Any, ...]:
@@ -200,7 +208,9 @@ class SampleIndex:
             done = db.execute("select count(*) from files").fetchone()[0]
             steps = db.execute("select distinct step, is_eval from samples order by step").fetchall()
             return {
-                "saves_samples": bool(self._flags.get("save_debug_rollout_data")),
+                "saves_samples": dump_path(self._folder, self._flags) is not None,
+                "is_newest": not self._flags.get("save_debug_rollout_data"),
+                "generates": self._flags.get("loss_type") != "sft_loss",
                 "where": str(dump_path(self._folder, self._flags) or ""),
                 "saves_batches": bool(self._flags.get("save_debug_train_data")),
                 "num_samples": db.execute("select count(*) from samples").fetchone()[0],
@@ -293,15 +303,3 @@ def reward_number(sample: Sample, reward_key: str | None) -> float | None:
     if isinstance(reward, dict):
         reward = reward.get(reward_key) if reward_key else None
     return float(reward) if isinstance(reward, int | float) else None
-
-
-def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
-    """Return a prompt as text, messages one after the other."""
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message.get('role', '')}: {label_text(message.get('content', ''))}" for message in prompt)
-
-
-def label_text(value: Any) -> str:
-    """Return a label or content as text."""
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,14 +17,14 @@ from furlong.core.sample import Group, Sample
 from furlong.errors import CheckpointError, DataError
 from furlong.files.batch_file import load_batch
 from furlong.files.sample_file import SampleDump, load_samples
-from furlong.view.sample_index import SampleFile, batch_file, label_text, mask_of, prompt_text, reward_number
+from furlong.view.sample_index import MESSAGES, SampleFile, batch_file, mask_of, reward_number
+from furlong.view.turns import prompt_turns, response_turns, text_of, turns_of_messages
 
 TOKENIZER_FILE = "tokenizer.json"
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 CONTEXT = 4  # earlier tokens that decide about spaces
 KEPT_FILES = 4
 MAX_TOKENS = 20_000  # of one sample; the page shows no more
-MESSAGES = "messages"  # metadata of samples of agents: the conversation
 
 
 class Decoder(Protocol):
@@ -88,6 +88,8 @@ class SamplePages:
             if not 0 <= position < len(places):
                 raise DataError(f"{file.path} has {len(places)} samples, none at position {position}; reload the page")
             group, sample = places[position]
+            tokens = self._tokens(sample)
+            pieces = tokens["pieces"] and tokens["pieces"][sample.prompt_length :]
             first = next(i for i, (other, _) in enumerate(places) if other is group)
             return {
                 "step": file.step,
@@ -98,12 +100,11 @@ class SamplePages:
                 "row": group.row,
                 "status": sample.status.value,
                 "reward": _plain(sample.reward),
-                "label": label_text(sample.label),
+                "label": text_of(sample.label),
                 "outcome": None if sample.outcome is None else asdict(sample.outcome),
-                "prompt": _messages(sample.prompt),
-                "response": sample.response,
+                "turns": _plain(prompt_turns(sample.prompt) + response_turns(sample.response, pieces, tokens["mask"])),
                 "metadata": {k: v for k, v in sample.metadata.items() if k != MESSAGES},
-                "tokens": self._tokens(sample),
+                "tokens": tokens,
                 "members": self._members(group, first),
                 "leaves": _leaves(group, sample, first),
                 "batch": self._batch_facts(file, sample),
@@ -177,25 +178,11 @@ def _leaves(group: Group, sample: Sample, first: int) -> list[dict[str, Any]]:
     """Return the conversations of the episode that the sample belongs to; empty if it is not an agent's."""
     if sample.rollout_id is None or MESSAGES not in sample.metadata:
         own = sample.metadata.get(MESSAGES)
-        return [{"pos": -1, "messages": _messages(own)}] if own else []
+        return [{"pos": -1, "messages": _plain(turns_of_messages(own))}] if own else []
     return [
-        {"pos": first + i, "messages": _messages(other.metadata[MESSAGES])}
+        {"pos": first + i, "messages": _plain(turns_of_messages(other.metadata[MESSAGES]))}
         for i, other in enumerate(group.samples)
         if other.rollout_id == sample.rollout_id and MESSAGES in other.metadata
-    ]
-
-
-def _messages(value: Any) -> Any:
-    if not isinstance(value, list):
-        return prompt_text(value)
-    return [
-        {
-            "role": str(message.get("role", "")),
-            "content": label_text(message.get("content")),
-            "more": {k: _plain(v) for k, v in message.items() if k not in ("role", "content") and v},
-        }
-        for message in value
-        if isinstance(message, Mapping)
     ]
 
 

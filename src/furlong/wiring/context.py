@@ -25,7 +25,7 @@ from furlong.rewards.sandbox import Sandbox
 from furlong.rollout.agents import AgentHooks
 from furlong.rollout.episodes import EpisodeLoad
 from furlong.sandboxes.code_sandbox import ISOLATION
-from furlong.tracking.rollout_dump import RolloutDumps
+from furlong.tracking.rollout_dump import SAMPLES, RolloutDumps
 from furlong.tracking.run_files import StepFile
 from furlong.tracking.trackers import TRAINED, SampleTables
 
@@ -84,7 +84,7 @@ class RunContext:
             vocab_size=vocabulary_size(model_dir),
             device=device,
             dtype=_training_dtype(config, device),
-            dumps=RolloutDumps(config.debug.save_debug_rollout_data),
+            dumps=_dumps(config, folder),
             tables=SampleTables(config.track.log_samples),
         )
 
@@ -148,6 +148,14 @@ def read_tokenizer(model_dir: Path, template: str | None) -> Any:
         tokenizer.chat_template = read_template(template)
         logger.info("chat template %s replaces the one of %s", template, model_dir)
     return tokenizer
+
+
+def _dumps(config: Config, folder: Path) -> RolloutDumps:
+    """Return where samples are saved: all by --save-debug-rollout-data, else the newest in the run's folder."""
+    debug = config.debug
+    if debug.save_debug_rollout_data is not None or not debug.keep_samples:
+        return RolloutDumps(debug.save_debug_rollout_data)
+    return RolloutDumps(str(folder / SAMPLES), newest=debug.keep_samples)
 
 
 def _training_dtype(config: Config, device: str) -> torch.dtype:

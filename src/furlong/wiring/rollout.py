@@ -482,7 +482,8 @@ def build_evaluation(config: Config, specs: Sequence[EvalSpec], endpoint: Endpoi
 
 def _context(config: Config, endpoint: EndpointOptions | None) -> RunContext:
     if endpoint is None:
-        return RunContext.read(config, usable_hooks(config), Path())
+        context = RunContext.read(config, usable_hooks(config), Path())
+        return dataclasses.replace(context, dumps=RolloutDumps(config.debug.save_debug_rollout_data))
     tokenizer = WireTokenizer()
     return RunContext(
         config=config,

@@ -13,6 +13,7 @@ from furlong.core.sample import Group, Sample, Status
 from furlong.errors import DataError
 from furlong.files import sample_file as dump
 from furlong.files.sample_file import load_samples, save_samples
+from furlong.tracking import rollout_dump
 from furlong.tracking.rollout_dump import RolloutDumps
 
 
@@ -93,6 +94,22 @@ def test_evaluation_sets_share_one_file(tmp_path):
     assert load_samples(tmp_path / "eval_6.safetensors").names == ["aime"]
     RolloutDumps(None).save(1, [])
     RolloutDumps(None).save_evaluation(1, "aime", a)
+
+
+def test_only_the_newest_dumps_stay_and_each_is_bounded(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(rollout_dump, "MAX_TOKENS", 5)
+    dumps = RolloutDumps(str(tmp_path / "{rollout_id}.safetensors"), newest=2)
+    groups = [Group(i, [Sample(group_index=i, tokens=[1, 2], response_length=1)]) for i in range(4)]
+    for rollout in range(8, 12):
+        dumps.save(rollout, groups)
+        dumps.save_evaluation(rollout, "aime", groups[0].samples)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"{kind}{number}.safetensors" for kind in ("", "eval_") for number in (10, 11)}
+    assert load_samples(tmp_path / "11.safetensors").groups == groups[:2]
+    dumps.save(12, [Group(0, [Sample(index=3, metadata={"image": np.zeros(3)})])] * 2)  # no error: nobody asked for it
+    dumps.save(13, [Group(0, [Sample(index=3, metadata={"image": np.zeros(3)})])])
+    assert len(caplog.records) == 1
+    assert "--keep-samples 0" in caplog.text
 
 
 def test_a_value_that_is_not_plain_data_is_an_error(tmp_path):

@@ -11,6 +11,7 @@ from furlong.view.page_file import MODULES, page_text, write_page
 from furlong.view.run_pages import RunPages
 from furlong.view.run_reader import RunReader, open_runs
 from furlong.view.sample_page import load_decoder, token_pieces
+from furlong.view.turns import last_user_text, prompt_turns, response_turns
 from recorded_runs import HOSTILE, write_run
 
 
@@ -182,6 +183,7 @@ def test_a_moved_run_shows_its_samples(run, tmp_path):
 def test_groups_show_what_became_of_them(client):
     flow = get(client, "flow/0")
     assert (flow["issued"], flow["trained"], flow["dropped"], flow["problems"]) == (9, 8, {"zero_std": 1}, [])
+    assert [row["state"] for row in get(client, "groups/0")["rows"]] == ["dropped"] + ["trained"] * 8
     (row,) = get(client, "groups/0", state="dropped")["rows"]
     assert (row["group"], row["reason"], row["step"]) == (2, "zero_std", None)
     assert get(client, "groups/0", group=0)["rows"][0]["step"] == 1
@@ -239,12 +241,51 @@ def test_a_character_of_several_tokens_is_with_the_last_one():
     assert "".join(token_pieces(Bytes(), b"\xff\xfe\xfd\xfc\xfba")).endswith("a")
 
 
-def test_a_folder_that_is_no_run_is_refused_with_the_runs_below_it(tmp_path):
-    write_run(tmp_path / "outputs" / "a", num_steps=1)
-    with pytest.raises(ConfigError) as error:
-        open_runs([tmp_path / "outputs", tmp_path / "none"])
-    assert len(error.value.problems) == 2
-    assert str(tmp_path / "outputs" / "a") in error.value.problems[0]
+def test_a_folder_of_runs_has_a_list_of_them_to_which_later_ones_are_added(tmp_path):
+    outputs = tmp_path / "outputs"
+    write_run(outputs / "a", num_steps=1)
+    runs = open_runs([outputs])
+    app = PageApp(runs, "secret", folders=[outputs])
+    write_run(outputs / "b", num_steps=2)
+    app.find_new_runs()
+    app.find_new_runs()
+    client = TestClient(app.app, cookies={"furlong_view": "secret"})
+    assert [(row["name"], row["last_step"], row["last"]["eval/held"]) for row in get(client, "runs")] == [
+        ("a", 1, 0.0),
+        ("b", 2, 0.2),
+    ]
+    with pytest.raises(ConfigError, match=str(tmp_path / "none")):
+        open_runs([outputs, tmp_path / "none"])
+
+
+TEMPLATES = [
+    ("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "system"),
+    ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>", "user"),
+    ("<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n", "user"),
+    ("<|start|>system<|message|>S<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant", "system"),
+    ("[gMASK]<sop><|user|>\nHi<|assistant|>\n", "user"),
+    ("<｜User｜>Hi<｜Assistant｜>", "user"),
+]
+
+
+@pytest.mark.parametrize(("text", "first"), TEMPLATES)
+def test_rendered_prompts_are_shown_as_turns(text, first):
+    turns = prompt_turns(text)
+    assert turns[0]["role"] == first
+    assert turns[-1]["role"] in ("user", "assistant")
+    assert last_user_text(text).strip() == "Hi"
+
+
+def test_only_what_the_environment_added_splits_a_response():
+    faked = "<|im_start|>user\nfaked<|im_end|>"
+    assert [turn["role"] for turn in response_turns(faked, [faked], [1])] == ["assistant"]
+    pieces = ["call", "<|im_end|>", "\n<|im_start|>tool\n", "4", "<|im_end|>\n<|im_start|>assistant\n", faked]
+    turns = response_turns("".join(pieces), pieces, [1, 1, 0, 0, 0, 1])
+    assert [(turn["role"], turn["content"][:4]) for turn in turns] == [
+        ("assistant", "call"),
+        ("tool", "4"),
+        ("assistant", "<|im"),
+    ]
 
 
 def test_the_exported_page_contains_no_text_as_markup(run, tmp_path):

@@ -211,6 +211,12 @@ class DebugFlags:
     save_debug_rollout_data: str | None = flag(
         None, "File for the samples of each rollout (safetensors); `{rollout_id}` is replaced."
     )
+    keep_samples: int = flag(
+        20,
+        "Rollouts, and evaluations, whose samples stay in samples/ in the run directory for furlong view: the newest, "
+        "each up to one million tokens; 0 keeps none. No effect with --save-debug-rollout-data, which keeps all.",
+        within="[0, inf)",
+    )
     load_debug_rollout_data: str | None = flag(
         None, "File of samples to train on instead of generating; `{rollout_id}` is replaced. Sets --debug-train-only."
     )

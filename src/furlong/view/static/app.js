@@ -1,7 +1,8 @@
-// The frame of the page: runs, tabs, keyboard, theme, and the stream of changes.
-import { h, fill, note } from "./elements.js";
+// The frame of the page: runs, tabs, keyboard, theme, the address, and the stream of changes.
+import { h, fill, problem, swatch } from "./elements.js";
 import { get, follow, isExport, exported } from "./source.js";
 import { showOverview } from "./overview.js";
+import { showRuns } from "./runs.js";
 import { showSamples } from "./samples.js";
 import { showEvaluations } from "./evaluations.js";
 import { showGroups } from "./groups.js";
@@ -9,18 +10,21 @@ import { showTimeline } from "./timeline.js";
 import { showConfig } from "./config.js";
 
 const VIEWS = [
+  ["runs", "Runs", showRuns],
   ["overview", "Overview", showOverview],
   ["samples", "Samples", showSamples],
   ["evaluations", "Evaluations", showEvaluations],
   ["groups", "Groups", showGroups],
   ["timeline", "Timeline", showTimeline],
   ["config", "Configuration", showConfig],
-];
+];  // the number of a view is its key
+const MOST_SHOWN = 8;  // runs in the charts: as many as there are colors
 const HELP = [
-  ["1 – 6", "switch the view"], ["r", "next run"], ["/", "go to the filters"], ["j, k", "next, previous sample"],
+  ["0", "list of runs"], ["1 – 6", "switch the view"], ["r", "next run"], ["/", "go to the filters"], ["j, k", "next, previous sample"],
   ["Esc", "close"], ["t", "light or dark"], ["?", "this list"],
 ];
-const state = { runs: [], run: 0, view: "overview", refresh: null, keys: null, isLost: false };
+// `run` and `shown` are numbers of runs: the one that most views show, and those in the charts. `params` are of the view.
+const state = { runs: [], run: 0, shown: [], view: "overview", params: {}, refresh: null, keys: null, isLost: false };
 
 function stateMark(run) {
   const step = run.num_rollout ? `step ${run.last_step} of ${run.num_rollout}` : `step ${run.last_step}`;
@@ -28,9 +32,9 @@ function stateMark(run) {
 }
 
 function drawHead() {
-  const chips = state.runs.map((run, i) => h("button", {
-    class: "chip", title: run.folder, "aria-pressed": String(i === state.run), onclick: () => chooseRun(i),
-  }, h("i", { class: `swatch c${i % 8}` }), run.name, " ", stateMark(run)));
+  const chips = state.shown.map((i, slot) => h("button", {
+    class: "chip", title: state.runs[i].folder, "aria-pressed": String(i === state.run), onclick: () => go(state.view, { run: i }),
+  }, swatch(slot), state.runs[i].name, " ", stateMark(state.runs[i])));
   fill(document.getElementById("head"),
     h("h1", null, "furlong"),
     h("div", { class: "runs", role: "group", "aria-label": "Runs" }, chips),
@@ -42,47 +46,70 @@ function drawHead() {
 }
 
 function drawTabs() {
-  fill(document.getElementById("tabs"), VIEWS.map(([key, title]) =>
-    h("a", { href: `#${key}`, "aria-current": key === state.view ? "page" : null }, title)));
+  const shown = VIEWS.filter(([key]) => key !== "runs" || state.runs.length > 1);
+  fill(document.getElementById("tabs"), shown.map(([key, title]) =>
+    h("a", { href: address(key), "aria-current": key === state.view ? "page" : null },
+      key === "runs" ? `${title} (${state.runs.length})` : title)));
 }
 
-function chooseRun(number) {
-  state.run = number;
+/** The address of a view: of the same runs, unless `more` has others. */
+function address(view, params = {}, more = {}) {
+  const { run, shown } = { run: state.run, shown: state.shown, ...more };
+  const words = new URLSearchParams();
+  if (state.runs.length > 1) words.append("run", state.runs[run].name);
+  const isDefault = shown.every((i, slot) => i === slot) && shown.length === Math.min(state.runs.length, MOST_SHOWN);
+  if (!isDefault) for (const i of shown) words.append("runs", state.runs[i].name);
+  for (const [name, value] of Object.entries(params)) {
+    if (value !== "" && value !== null && value !== undefined) words.append(name, value);
+  }
+  return words.size ? `#${view}?${words}` : `#${view}`;
+}
+
+function go(view, more) {
+  location.hash = address(view, {}, more);
+}
+
+function readHash() {
+  const [key, query] = location.hash.slice(1).split("?");
+  const words = new URLSearchParams(query || "");
+  const numbers = new Map(state.runs.map((run, i) => [run.name, i]));
+  const named = words.getAll("runs").map((name) => numbers.get(name)).filter((i) => i !== undefined);
+  state.shown = named.length ? named.slice(0, MOST_SHOWN) : state.runs.map((_, i) => i).slice(0, MOST_SHOWN);
+  state.run = numbers.get(words.get("run")) ?? (state.shown.includes(state.run) ? state.run : state.shown[0]);
+  if (!state.shown.includes(state.run)) state.shown = [state.run, ...state.shown].slice(0, MOST_SHOWN);
+  words.delete("run");
+  words.delete("runs");
+  state.params = Object.fromEntries(words);
+  state.view = VIEWS.some(([known]) => known === key) ? key : "overview";
   drawHead();
+  drawTabs();
   draw();
 }
 
 async function draw() {
   const place = h("div");  // a new one: a view that is still loading cannot overwrite the next one
   fill(document.getElementById("view"), place);
-  const [, title, show] = VIEWS.find(([key]) => key === state.view);
+  const [key, title, show] = VIEWS.find(([name]) => name === state.view);
   document.title = `${title} · ${state.runs[state.run].name} · furlong`;
   state.refresh = state.keys = null;
   const turn = (state.turn = (state.turn || 0) + 1);
+  const view = {
+    number: state.run, runs: state.runs, shown: state.shown, params: state.params, link: address,
+    save: (params) => {
+      if (turn !== state.turn) return;
+      state.params = params;
+      history.replaceState(null, "", address(key, params));
+    },
+  };
   try {
-    const handle = await show(place, state.run, state.runs, parametersOfHash());
+    const handle = await show(place, view);
     if (turn === state.turn && handle) {
       state.refresh = handle.refresh || null;
       state.keys = handle.keys || null;
     }
   } catch (error) {
-    console.error(error);
-    fill(place, note(error.message));
+    fill(place, problem(error));
   }
-}
-
-function parametersOfHash() {
-  return Object.fromEntries(new URLSearchParams(location.hash.split("?")[1] || ""));
-}
-
-function readHash() {
-  const key = location.hash.slice(1).split("?")[0];
-  const run = Number(parametersOfHash().run);
-  if (Number.isInteger(run) && run >= 0 && run < state.runs.length) state.run = run;
-  state.view = VIEWS.some(([known]) => known === key) ? key : "overview";
-  drawHead();
-  drawTabs();
-  draw();
 }
 
 function changeTheme() {
@@ -108,12 +135,13 @@ function onKey(event) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
-  const view = VIEWS[Number(event.key) - 1];
-  if (view) location.hash = view[0];
+  const view = VIEWS[Number.parseInt(event.key, 10)];
+  if (view && (state.runs.length > 1 || view[0] !== "runs")) go(view[0]);
   else if (event.key === "t") changeTheme();
   else if (event.key === "?") showHelp();
-  else if (event.key === "r" && state.runs.length > 1) chooseRun((state.run + 1) % state.runs.length);
-  else if (event.key === "/") {
+  else if (event.key === "r" && state.shown.length > 1) {
+    go(state.view, { run: state.shown[(state.shown.indexOf(state.run) + 1) % state.shown.length] });
+  } else if (event.key === "/") {
     const first = document.querySelector("main input, main select");
     if (!first) return;
     first.focus();
@@ -122,8 +150,10 @@ function onKey(event) {
 }
 
 async function onChange() {
+  const count = state.runs.length;
   state.runs = await get("runs");
   drawHead();
+  if (state.runs.length !== count) drawTabs();
   if (state.refresh) await state.refresh(state.runs);
 }
 
@@ -145,7 +175,4 @@ async function begin() {
   });
 }
 
-begin().catch((error) => {
-  console.error(error);
-  fill(document.getElementById("view"), note(error.message));
-});
+begin().catch((error) => fill(document.getElementById("view"), problem(error)));

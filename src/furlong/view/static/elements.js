@@ -62,6 +62,30 @@ export function columns(titles, numeric) {
   return titles.map((title, i) => h("th", { scope: "col", class: numeric.includes(i) ? "number" : null }, title));
 }
 
+/** The mark of a run in the charts: the color and dashes of its line. */
+export function swatch(slot) {
+  return h("i", { class: `swatch c${slot}` });
+}
+
+/** Save text or a Blob as a file of the reader. */
+export function download(name, content) {
+  const link = h("a", { download: name.replaceAll(/[^\w.-]+/g, "_"), href: URL.createObjectURL(content instanceof Blob ? content : new Blob([content])) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
+/** Rows of values as CSV; what was not measured is empty. */
+export function csv(rows) {
+  const cell = (value) => (value === null || value === undefined ? "" : /[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : String(value));
+  return rows.map((row) => `${row.map(cell).join(",")}\n`).join("");
+}
+
+/** An error that kept a view from being shown, also on the console. */
+export function problem(error) {
+  console.error(error);
+  return h("p", { class: "note problem", role: "alert" }, error.message);
+}
+
 /** A message about something that is not there, with what to do. */
 export function note(...children) {
   return h("p", { class: "note" }, ...children);

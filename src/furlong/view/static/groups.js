@@ -6,7 +6,7 @@ const SIZE = 100;
 
 function flowBar(flow) {
   const inFlight = Object.entries(flow.in_flight);
-  const parts = [["trained", flow.trained, "f1"], ...Object.entries(flow.dropped).map(([why, n]) => [`dropped: ${why}`, n, "f3"]),
+  const parts = [...Object.entries(flow.dropped).map(([why, n]) => [`dropped: ${why}`, n, "f3"]), ["trained", flow.trained, "f1"],
     ...inFlight.map(([state, n]) => [`in flight: ${state}`, n, "f0"])].filter(([, n]) => n > 0);
   const widest = Math.max(1, flow.issued);
   return h("div", { class: "flow", role: "list" },
@@ -28,11 +28,12 @@ function verdict(flow) {
     : h("p", null, "Every group is accounted for."), more.length ? h("p", { class: "muted" }, more.join("; "), ".") : null];
 }
 
-export async function showGroups(place, number) {
-  const top = h("section"), list = h("section");
-  const filters = { state: "", reason: "", group: "", offset: 0 };
+export async function showGroups(place, view) {
+  const { number } = view, top = h("section"), list = h("section");
+  const filters = { state: "", reason: "", group: "", offset: 0, ...view.params };
   async function drawList(flow) {
     const page = await get(`groups/${number}`, filters);
+    view.save({ ...filters, offset: filters.offset || "" });
     const set = (name) => (value) => { Object.assign(filters, { [name]: value, offset: 0 }); drawList(flow); };
     const states = ["", "issued", "generated", "returned", "restored", "trained", "dropped"];
     fill(list, h("h2", null, "Groups"), h("div", { class: "filters" },
@@ -42,10 +43,10 @@ export async function showGroups(place, number) {
     h("div", { class: "scroll" }, h("table", null,
       h("thead", null, h("tr", null, columns(["Group", "Epoch", "Row", "Rollout", "State", "Step", "Reason", "Returned"], [0, 1, 2, 3, 5, 7]))),
       h("tbody", null, page.rows.map((g) => h("tr", null,
-        h("td", { class: "number" }, h("a", { href: `#samples?run=${number}&group=${g.group}` }, String(g.group))),
+        h("td", { class: "number" }, h("a", { href: view.link("samples", { group: String(g.group) }) }, String(g.group))),
         [g.epoch, g.row, g.rollout].map((v) => h("td", { class: "number" }, String(v))), h("td", null, h("span", { class: `status ${g.state}` }, g.state)),
         h("td", { class: "number" }, g.step === null ? "" : String(g.step)), h("td", null, g.reason), h("td", { class: "number" }, g.num_returned ? `${g.num_returned}×` : "")))))),
-    pager(page.total, filters.offset, SIZE, (offset) => { filters.offset = offset; drawList(flow); }));
+    pager(page.total, Number(filters.offset), SIZE, (offset) => { filters.offset = offset; drawList(flow); }));
   }
   async function draw() {
     const flow = await get(`flow/${number}`);
@@ -53,7 +54,7 @@ export async function showGroups(place, number) {
       fill(top, note("No ledger.jsonl yet: it begins with the first rollout."));
       return null;
     }
-    fill(top, h("h2", null, "What became of the groups"), flowBar(flow), verdict(flow));
+    fill(top, h("h2", null, "Prompt groups: dropped, trained, in flight"), flowBar(flow), verdict(flow));
     return flow;
   }
   fill(place, top, list);

@@ -1,5 +1,5 @@
 // One sample: conversation, tokens in color, its group, and the turns of an agent as a tree.
-import { h, fill, num, choice, field, shown, note } from "./elements.js";
+import { h, fill, num, choice, field, shown, note, problem } from "./elements.js";
 import { get } from "./source.js";
 
 const LOG_PROB = [-4, 0], DIFFERENCE = [-0.1, 0.1];
@@ -59,9 +59,9 @@ function background([, kind, low, high], value) {
 
 /** What the colors of a fact mean. */
 function legend([label, kind, low, high]) {
-  if (kind === "cycle") return `${label}: a hue for each`;
-  if (kind === "signed") return `${label}: red below 0, green above, strongest at ±${num(high)}`;
-  return `${label}: strongest at ${num(low)}, none at ${num(high)}`;
+  if (kind === "cycle") return `Color: ${label}, one hue each`;
+  if (kind === "signed") return `Color: ${label}, red below 0, green above, darkest at ±${num(high)}`;
+  return `Color: ${label}, from ${num(high)} (none) to ${num(low)} (darkest)`;
 }
 
 function visible(piece) {
@@ -93,7 +93,7 @@ function drawTokens(place, sample, facts, line) {
 }
 
 function tokenSection(sample) {
-  const facts = tokenFacts(sample), place = h("div"), line = h("p", { class: "muted tokenline" }, "Point at a token to read its values.");
+  const facts = tokenFacts(sample), place = h("div"), line = h("p", { class: "muted tokenline" }, "Hover over a token for its values.");
   if (!facts[chosen]) chosen = Object.keys(facts)[0] || "engine";
   const options = Object.entries(facts).map(([key, [label]]) => [key, label]);
   const draw = () => drawTokens(place, sample, facts, line);
@@ -110,16 +110,16 @@ function advantageNote(sample) {
   if (isEval) return null;
   if (batch.problem) return note(batch.problem);
   if (batch.normalized_reward !== undefined) {
-    return h("p", null, "Reward after normalization in its group, the advantage of each trained token before further terms: ", h("b", null, num(batch.normalized_reward)));
+    return h("p", null, "Normalized reward, the advantage of every token before KL and other terms: ", h("b", null, num(batch.normalized_reward)));
   }
   return note("Normalized rewards and the columns of the training batch need ", h("code", null, "--dump-details DIR"), ".");
 }
 
 function message(m) {
-  const calls = Object.entries(m.more || {});
+  const entries = Object.entries(m.more || {});
   return h("div", { class: `message ${["user", "assistant", "system", "tool"].includes(m.role) ? m.role : "other"}` },
     h("span", { class: "role" }, m.role), h("div", { class: "text" }, m.content),
-    calls.map(([name, value]) => h("pre", null, `${name}: ${shown(value)}`)));
+    entries.map(([name, value]) => h("pre", null, `${name}: ${shown(value)}`)));
 }
 
 /** The conversations of an episode as a tree: a common beginning once, then a branch for each leaf. */
@@ -146,14 +146,10 @@ function tree(leaves, current) {
 }
 
 function conversation(sample, pos) {
-  if (sample.leaves.length) {
-    const title = sample.leaves.length > 1 ? `Turns (${sample.leaves.length} leaves of one episode)` : "Turns";
-    return h("section", null, h("h3", null, title), tree(sample.leaves, pos));
-  }
-  const prompt = typeof sample.prompt === "string" ? [{ role: "prompt", content: sample.prompt }] : sample.prompt;
-  const label = sample.label ? h("p", null, h("b", null, "Label: "), sample.label) : null;
-  return h("section", null, h("h3", null, "Conversation"),
-    h("div", { class: "conversation" }, prompt.map(message), message({ role: "assistant", content: sample.response })), label);
+  const title = sample.leaves.length > 1 ? `Conversation (${sample.leaves.length} leaves of one episode)` : "Conversation";
+  return h("section", null, h("h3", null, title),
+    sample.leaves.length ? tree(sample.leaves, pos) : h("div", { class: "conversation" }, sample.turns.map(message)),
+    sample.label ? h("p", { class: "text" }, h("b", null, "Label: "), sample.label) : null);
 }
 
 function group(sample, pos, open) {
@@ -165,15 +161,16 @@ function group(sample, pos, open) {
     }, num(m.reward)))));
 }
 
-/** Show one sample of a dump in an element. */
-export async function showSample(place, number, file, pos) {
+/** Show one sample of a dump in an element; `onOpen` gets its place, also that of another one of its group. */
+export async function showSample(place, number, file, pos, onOpen) {
   let sample;
   try {
     sample = await get(`sample/${number}`, { file, pos });
   } catch (error) {
-    fill(place, note(error.message));
+    fill(place, problem(error));
     return;
   }
+  if (onOpen) onOpen({ file, pos });
   if (!sample) {
     fill(place, note("This exported file does not contain that sample."));
     return;
@@ -182,7 +179,7 @@ export async function showSample(place, number, file, pos) {
     ["Epoch, row", `${sample.epoch}, ${sample.row}`], ["Tokens", `${sample.tokens.num_prompt} + ${sample.tokens.mask.length}`]];
   fill(place, h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, String(value))))),
     sample.outcome && sample.outcome.reason ? note(`${sample.outcome.kind} in ${sample.outcome.stage}: ${sample.outcome.reason}`) : null,
-    group(sample, pos, (other) => showSample(place, number, file, other)),
+    group(sample, pos, (other) => showSample(place, number, file, other, onOpen)),
     conversation(sample, pos), tokenSection(sample),
     Object.keys(sample.metadata).length ? h("details", null, h("summary", null, "Metadata"), h("pre", null, JSON.stringify(sample.metadata, null, 1))) : null);
 }

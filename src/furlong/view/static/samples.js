@@ -1,5 +1,5 @@
 // The list of samples with filters, and one sample beside it.
-import { h, fill, num, choice, field, pager, columns, note } from "./elements.js";
+import { h, fill, num, choice, field, pager, columns, note, problem } from "./elements.js";
 import { get, isExport } from "./source.js";
 import { showSample } from "./sample.js";
 
@@ -8,14 +8,17 @@ const PAGE = 50, MANY_STEPS = 300;  // more steps are typed, not chosen from a l
 /** What to do when a run has no samples to show; null if it has some. */
 export function missing(facts) {
   if (facts.num_samples) return null;
+  if (!facts.generates && !facts.num_waiting) {
+    return note("This run trains on demonstrations, so it generates no samples. With ", h("code", null, "--eval-prompt-data NAME FILE"), " its evaluations do.");
+  }
   if (!facts.saves_samples) {
-    return note("This run does not save its samples. Start a run with ", h("code", null, "--save-debug-rollout-data DIR/{rollout_id}.safetensors"),
-      ", or ", h("code", null, "--dump-details DIR"), " to see advantages too.");
+    return note("This run does not save its samples. Leave out ", h("code", null, "--keep-samples 0"), " to keep the newest, or start a run with ",
+      h("code", null, "--dump-details DIR"), " to keep all of them with their advantages.");
   }
   return note(facts.num_waiting ? "The samples are being indexed." : [
     "No samples at ", h("code", null, facts.where), ". The first file appears after the first rollout. ",
     facts.where.startsWith("/") ? null : "The path is relative: start furlong view in the folder in which the run was started."],
-    facts.problems.map((problem) => h("span", { class: "block" }, problem)));
+    facts.problems.map((text) => h("span", { class: "block" }, text)));
 }
 
 function controls(facts, filters, change) {
@@ -43,11 +46,11 @@ function row(sample, isOpen, open) {
   h("td", { class: "number" }, String(sample.step)), h("td", { class: "number" }, String(sample.grp)),
   h("td", { class: "number" }, num(sample.reward)), h("td", null, h("span", { class: `status ${sample.status}` }, sample.status)),
   h("td", { class: "number" }, String(sample.response_len)),
-  h("td", { class: "cut" }, sample.prompt), h("td", { class: "cut" }, sample.response));
+  h("td", { class: "cut", title: sample.asked }, sample.asked), h("td", { class: "cut", title: sample.response }, sample.response));
 }
 
-/** A list of samples with the chosen one beside it. `filters` stay as they are; returns functions for keys. */
-export async function listSamples(place, number, filters, onOpen) {
+/** A list of samples with one beside it: that of `place` {file, pos}, or the first. `onOpen` gets the place of an opened one. */
+export async function listSamples(place, number, filters, opened, onOpen) {
   const page = await get(`samples/${number}`, filters);
   const list = h("div", { class: "list" }), detail = h("article", { class: "detail", "aria-live": "polite" });
   let at = -1;
@@ -57,41 +60,45 @@ export async function listSamples(place, number, filters, onOpen) {
     at = i;
     [...body.children].forEach((element, k) => element.classList.toggle("open", k === i));
     body.children[i].scrollIntoView({ block: "nearest" });
-    await showSample(detail, number, page.rows[i].file, page.rows[i].pos);
-    if (onOpen) onOpen(page.rows[i]);
+    await showSample(detail, number, page.rows[i].file, page.rows[i].pos, onOpen);
   }
   page.rows.forEach((sample, i) => body.append(row(sample, false, () => open(i))));
   fill(list, h("div", { class: "scroll" }, h("table", { class: "samples" },
-    h("thead", null, h("tr", null, columns(["Step", "Group", "Reward", "Status", "Tokens", "Prompt", "Response"], [0, 1, 2, 4]))), body)));
+    h("thead", null, h("tr", null, columns(["Step", "Group", "Reward", "Status", "Tokens", "Last user message", "Response"], [0, 1, 2, 4]))), body)));
   fill(place, list, detail);
-  if (page.rows.length) await open(0);
+  const listed = page.rows.findIndex((each) => each.file === opened.file && String(each.pos) === String(opened.pos));
+  if (opened.file && listed < 0) await showSample(detail, number, opened.file, Number(opened.pos), onOpen);
+  else if (page.rows.length) await open(Math.max(listed, 0));
   else fill(detail, note("No sample matches these filters."));
   return { page, list, keys: (key) => { if (key !== "j" && key !== "k") return false; open(at + (key === "j" ? 1 : -1)); return true; } };
 }
 
-export async function showSamples(place, number, runs, parameters) {
+export async function showSamples(place, view) {
+  const { number } = view;
   const facts = await get(`sample_facts/${number}`);
   const absent = missing(facts);
   if (absent) {
     fill(place, absent);
-    return { refresh: () => showSamples(place, number, runs, parameters) };
+    return { refresh: () => showSamples(place, view) };
   }
-  let filters = { offset: 0, ...parameters, run: undefined }, handle = { keys: null };
+  const { file, pos, ...given } = view.params;
+  let filters = { offset: 0, ...given }, handle = { keys: null };
   const top = h("div"), both = h("div", { class: "split" });
-  async function change(next) {
+  async function change(next, opened = {}) {
     filters = next;
     fill(top, controls(facts, filters, change),
       facts.num_waiting ? note(`${facts.num_waiting} files are not indexed yet.`) : null,
-      facts.problems.map((problem) => note(problem)),
+      facts.problems.map((text) => note(text)),
+      facts.is_newest ? h("p", { class: "muted" }, "The newest rollouts of the run. ", h("code", null, "--dump-details DIR"), " keeps all, with advantages.") : null,
       isExport ? note("This file contains some of the run's samples.") : null);
     try {
-      handle = await listSamples(both, number, filters);
-      handle.list.append(pager(handle.page.total, filters.offset || 0, PAGE, (offset) => change({ ...filters, offset })));
+      handle = await listSamples(both, number, filters, opened, (sample) => view.save({ ...filters, offset: filters.offset || "", ...sample }));
+      handle.list.append(pager(handle.page.total, Number(filters.offset) || 0, PAGE, (offset) => change({ ...filters, offset })));
     } catch (error) {
-      fill(both, note(error.message));
+      fill(both, problem(error));
     }
   }
   fill(place, top, both);
-  await change(filters);
+  await change(filters, { file, pos });
   return { keys: (key) => handle.keys && handle.keys(key) };
 }

@@ -1,5 +1,5 @@
 // Boxes over time: phases of steps, and the spans of --trace. Drawn on a canvas, so that thousands stay fluid.
-import { h, fill, num, field, note } from "./elements.js";
+import { h, fill, num, field, note, problem } from "./elements.js";
 import { get } from "./source.js";
 
 const ROW = 22, LABEL = 150, TOP = 24;
@@ -126,17 +126,19 @@ class Lanes {
   }
 }
 
-export async function showTimeline(place, number) {
-  const top = h("div"), body = h("div"), line = h("p", { class: "muted tokenline" }, "Point at a box to read it. Shift and the wheel zoom.");
+export async function showTimeline(place, view) {
+  const { number } = view;
+  const top = h("div"), body = h("div"), line = h("p", { class: "muted tokenline" }, "Hover over a box for details; Shift+scroll zooms.");
   async function draw(first, last) {
     const data = await get(`timeline/${number}`, { first, last });
+    if (first !== "") view.save({ first, last });
     if (!data.tracks.length) {
       fill(top);
       fill(body, note("No step has been recorded yet."));
       return;
     }
     const [low, high] = data.steps, size = data.range[1] - data.range[0] + 1;
-    const go = (start, end) => draw(Math.max(low, start), Math.min(high, end)).catch((error) => fill(body, note(error.message)));
+    const go = (start, end) => draw(Math.max(low, start), Math.min(high, end)).catch((error) => fill(body, problem(error)));
     const typed = (label, value, react) => field(label, h("input", { type: "number", value, min: low, max: high, onchange: (event) => react(Number(event.target.value)) }));
     const lanes = new Lanes(data, line);
     fill(top, h("div", { class: "filters" },
@@ -149,6 +151,6 @@ export async function showTimeline(place, number) {
       data.traced ? null : note("These boxes are from the metrics and events. With ", h("code", null, "--trace"), " the page also shows the work of every process, thread and request."));
   }
   fill(place, top, body);
-  await draw("", "");
+  await draw(view.params.first ?? "", view.params.last ?? "");
   return null;
 }
