@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from furlong.evals.eval_summary import Estimate
-from furlong.reproduce.curves import Panel, svg_of
 from furlong.reproduce.published import PUBLISHED, gap, read_published
 from furlong.reproduce.rows import NEEDS, ResultRow, RowGroup, RowTask, read_rows
 from furlong.reproduce.run_row import HELD_OUT, MISMATCH, REWARD
+from furlong.tracking.curves import Panel, svg_of
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 ONE_GPU = DOCS / "results" / "one-gpu.json"  # learning.json of benchmarks/gpu/one_gpu_learning.py, and where it ran

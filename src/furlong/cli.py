@@ -53,6 +53,11 @@ GROUPS: dict[str, dict[str, Command]] = {
         "bundle": Command("save one step to a small file, without text", "furlong.commands.inspect_run:bundle"),
         "replay": Command("train the step of a bundle again and compare", "furlong.commands.inspect_run:replay"),
     },
+    "shell": {
+        "completion": Command(
+            "print a script for tab completion in bash or zsh", "furlong.commands.completion:completion"
+        ),
+    },
     "models": {
         "eval": Command(
             "evaluate a model on data, tasks and environments",
@@ -142,10 +147,10 @@ def _leave(code: int, *, owns_process: bool) -> int:
 
 def train(words: list[str], preset: Mapping[str, Any] | None = None) -> int:
     """Train a model, or print the help of the flags. `preset` overrides defaults of flags."""
-    if "-h" in words or "--help" in words:
+    if asked := [place for place, word in enumerate(words) if word in ("-h", "--help")]:
         from furlong.config.help import help_text
 
-        about = words[1:] if words[0] in ("-h", "--help") else []
+        about = words[asked[0] + 1 :] if asked[0] == 0 else []
         show(help_text(about, width=terminal_width(80, 110)))
         return 0
     from furlong.config.command_line import examine

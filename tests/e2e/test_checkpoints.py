@@ -46,6 +46,28 @@ def test_export_loads_in_transformers_with_the_trained_weights_and_the_tokenizer
     assert tokenizer.encode("1+2=") == AutoTokenizer.from_pretrained(model, local_files_only=True).encode("1+2=")
 
 
+def test_the_trained_model_is_kept_with_a_card(model, data, tmp_path):
+    train(flags(model, data, tmp_path / "run", eval_prompt_data=data, save=tmp_path / "save"))
+    saved = load_file(tmp_path / "save" / "iter_0000002" / "trainer" / "trainer_weights.safetensors")
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", local_files_only=True)
+    assert all(torch.equal(saved[name], parameter) for name, parameter in kept.named_parameters())
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    evaluated = {row["step"]: row[f"eval/{data.stem}"] for row in rows(tmp_path / "run") if f"eval/{data.stem}" in row}
+    assert list(evaluated) == [0, 2]
+    for words in (f"--hf-checkpoint={model}", str(data), "(curve.svg)", f"| 2 | {evaluated[2]:.4g} |"):
+        assert words in card
+    assert "<polyline" in (tmp_path / "run" / "model" / "curve.svg").read_text()
+
+
+def test_the_trained_model_is_where_flags_say(model, data, tmp_path):
+    train(flags(model, data, tmp_path / "a", num_rollout=1, save_hf=tmp_path / "own"))
+    assert (tmp_path / "own" / "model.safetensors").exists()
+    train(flags(model, data, tmp_path / "b", num_rollout=1, no_save_model=True))
+    assert not [folder for name in "ab" if (folder := tmp_path / name / "model").exists()]
+    with pytest.raises(ConfigError, match="the trained model replaces"):
+        train(flags(tmp_path / "own", data, tmp_path / "c", save_hf=tmp_path / "own"))
+
+
 def test_export_has_the_chat_template_that_was_trained_with(model, data, tmp_path):
     own = tmp_path / "own.jinja"
     own.write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")

@@ -28,7 +28,6 @@ SHOWN_EVERY = 10  # progress lines of a set
 _PRESET = {
     "num_rollout": 0,
     "debug_rollout_only": True,
-    "eval_interval": 1,
     "rollout_batch_size": 1,
     "advantage_estimator": "reinforce_plus_plus",
     "normalize_advantages": True,
@@ -96,7 +95,8 @@ def _evaluate(target: str | None, options: argparse.Namespace, flags: list[str])
 
     endpoint = _endpoint(options)
     config, specs = _sets(target, options, flags, has_endpoint=endpoint is not None)
-    path = options.output or Path("evals") / f"{_file_name(specs[0].name)}.jsonl"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", specs[0].name).strip("-") or "eval"
+    path = options.output or Path("evals") / f"{name}.jsonl"
     file = EvalFile(path, _header(config, specs, options), resume=options.resume)
     built = build_evaluation(config, specs, endpoint)
     summaries = asyncio.run(
@@ -112,6 +112,7 @@ def _sets(
     from furlong.config.command_line import examine
     from furlong.config.environment_specs import parse_environments
     from furlong.config.evaluation import eval_specs
+    from furlong.config.sections.rollout import set_name
 
     words = list(flags)
     is_environment = target is not None and not _is_data(target)
@@ -128,7 +129,7 @@ def _sets(
         raise ConfigError("there is nothing to evaluate; give a data file, a task or an environment")
     if data is not None:
         named = parse_environments(config.session.environment)
-        name = named[0].name if named else _name(data)
+        name = named[0].name if named else set_name(data)
         resolved, problems = examine([*words, "--eval-prompt-data", name, data], preset=preset)
     ignored = "--hf-checkpoint is missing" if has_endpoint else "\0"
     if problems := [problem for problem in problems if not problem.startswith(ignored)]:
@@ -141,16 +142,6 @@ def _is_data(target: str) -> bool:
 
     file = target.partition("@[")[0]
     return is_task(target) or os.path.exists(file) or Path(file).suffix in (".jsonl", ".parquet")
-
-
-def _name(data: str) -> str:
-    """Return a set's name: that of the file without suffix, or of the task."""
-    text = data.partition("?")[0].partition("@[")[0]
-    return _file_name(text.rpartition(":")[2] if ":" in text else Path(text).stem)
-
-
-def _file_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-") or "eval"
 
 
 def _endpoint(options: argparse.Namespace) -> EndpointOptions | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -104,6 +105,16 @@ def argv_from_config(config: Config) -> list[str]:
     for spec in flag_specs(Config).values():
         words.extend(words_from_value(spec, spec.value_in(config)))
     return words
+
+
+def command_of(resolved: Resolved) -> str:
+    """Return the command of a run: what flags, keywords and files have set, without secrets."""
+    words = ["furlong", "train"]
+    for spec in flag_specs(Config).values():
+        source = resolved.sources[spec.field]
+        if not spec.is_secret and not source.startswith(("default", "derived")):
+            words += words_from_value(spec, spec.value_in(resolved.config))
+    return redact_credentials(shlex.join(words))
 
 
 def flags_as_written(config: Config) -> dict[str, Any]:

@@ -215,6 +215,32 @@ _OTHER_NAMES = {
 }
 FURLONG_NAMES = {name: flag for flag, names in _OTHER_NAMES.items() for name in names.split()}
 
+_LORA = (
+    "LoRA and other adapters are not supported: all weights are trained. To save GPU memory, use "
+    "--optimizer-cpu-offload, --recompute-activations or more GPUs with --actor-num-gpus-per-node."
+)
+_LAUNCHER = (
+    "There is no launcher: furlong starts its processes itself, on several GPUs with Ray "
+    "(--actor-num-gpus-per-node, --actor-num-nodes)."
+)
+_CRITIC = "Critics (PPO) are not supported: use an --advantage-estimator without one, such as grpo or rloo."
+_PAIRS = "Losses on preference pairs are not supported: furlong trains on rewards (--rm-type, --custom-rm-path)."
+_IMAGES = "Models are text-only: images, video and audio are not supported."
+# Answers of `--help WORD` for what furlong does not have, or calls otherwise.
+TOPICS = {
+    **dict.fromkeys(("lora", "qlora", "peft", "adapter", "adapters"), _LORA),
+    "vllm": "vLLM is not supported: generate with --engine sglang, or with furlong's own engine, the default.",
+    **dict.fromkeys(
+        ("deepspeed", "zero", "zero3"),
+        "DeepSpeed is not used: --train-backend fsdp shards parameters, gradients and optimizer states as ZeRO-3 does, "
+        "and --optimizer-cpu-offload keeps the states in host memory.",
+    ),
+    **dict.fromkeys(("accelerate", "torchrun"), _LAUNCHER),
+    **dict.fromkeys(("ppo", "critic", "gae"), _CRITIC),
+    **dict.fromkeys(("dpo", "kto", "orpo"), _PAIRS),
+    **dict.fromkeys(("image", "vision", "multimodal", "vlm"), _IMAGES),
+}
+
 _EXACT = {name: row for row in (*MILES, *SLIME, *OWN) for name in row.names if not name.endswith("*")}
 _PREFIXES = {name[:-1]: row for row in (*SLIME, *MILES) for name in row.names if name.endswith("*")}
 

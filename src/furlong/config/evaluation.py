@@ -61,7 +61,7 @@ def _fields() -> dict[str, str]:
 
 
 def used_eval_specs(config: Config) -> list[EvalSpec]:
-    """Return the sets that a run evaluates: none without --eval-interval. Raises ConfigError as `eval_specs`."""
+    """Return the sets that a run evaluates, if any. Raises ConfigError as `eval_specs`."""
     return eval_specs(config) if config.eval.is_used else []
 
 

@@ -40,6 +40,19 @@ def without_engines(config: Config) -> str:
     return "--loss-type sft_loss" if config.algo.loss_type == "sft_loss" and not config.eval.is_used else ""
 
 
+def model_folder(config: Config, run_folder: Path) -> Path | None:
+    """Return the folder that gets the trained model at the end of the run; None for none.
+
+    By default it is in the run folder, but not if training spans machines, which may not share that folder.
+    """
+    flags = config.checkpoint
+    if config.data.num_rollout == 0 or config.debug.debug_rollout_only or "{rollout_id}" in (flags.save_hf or ""):
+        return None
+    if flags.save_hf is not None:
+        return Path(flags.save_hf)
+    return run_folder / "model" if flags.save_model and config.cluster.actor_num_nodes == 1 else None
+
+
 def read_model_config(config: Config) -> dict[str, Any]:
     """Return config.json of the model; {} if it does not exist. Raises ConfigError."""
     return read_json(Path(str(config.rollout.hf_checkpoint)) / "config.json")

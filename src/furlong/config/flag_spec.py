@@ -127,11 +127,14 @@ class FlagSpec:
     bound: tuple[str, str] | None = None
     is_secret: bool = False
     instead: str = ""
+    metavar: str = ""
 
     @property
     def type_name(self) -> str:
         """The values as help and documentation show them."""
-        name = "|".join(self.choices) or {"dict": "JSON object"}.get(self.type.__name__, self.type.__name__)
+        name = self.metavar or "|".join(self.choices) or {"dict": "JSON"}.get(self.type.__name__, self.type.__name__)
+        if self.field.endswith("_path") and not self.metavar:
+            name = "FILE.py:CLASS" if " class" in self.help else "FILE.py:FUNCTION"
         return {"many": f"{name} ...", "append": f"{name}, repeatable"}.get(self.kind, name)
 
     def value_in(self, config: Any) -> Any:
@@ -165,6 +168,7 @@ def flag(
     secret: bool = False,
     choices: Iterable[str] = (),
     instead: str = "",
+    metavar: str = "",
 ) -> Any:
     """Declare a field of a section as a flag.
 
@@ -181,8 +185,10 @@ def flag(
         secret: Whether the value is left out of files and messages.
         choices: The accepted words, unless they follow from the type.
         instead: What happens instead, for a flag that is accepted from slime's scripts and has no effect.
+        metavar: The value in help, such as DIR. Default: FILE.py:FUNCTION if the field ends in `_path`, else the type.
     """
     settings = {"help": help, "name": name, "kind": kind, "within": within, "needs": needs, "instead": instead}
+    settings["metavar"] = metavar
     settings |= {"excludes": tuple(excludes.split()), "secret": secret, "choices": tuple(choices)}
     settings["bound"] = tuple(bound.split()) or None
     metadata = {_METADATA_KEY: settings}
@@ -240,6 +246,7 @@ def _spec(section: str, field: dataclasses.Field[Any], annotation: Any) -> FlagS
         bound=settings["bound"],
         is_secret=settings["secret"],
         instead=settings["instead"],
+        metavar=settings["metavar"],
     )
 
 

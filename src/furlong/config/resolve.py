@@ -62,10 +62,11 @@ def derive(config: Config, explicit: frozenset[str]) -> Derived:
 
     _run(config, put)
     _threads(config, put)
-    _steps(config, put, explicit)
+    n_samples = _samples_per_prompt(config, put, explicit)
+    _steps(config, put, explicit, n_samples)
     _rollout(config, put)
     _engine(config, put, explicit)
-    _algorithm(config, put)
+    _algorithm(config, put, n_samples)
     if config.session.agent_function_path or config.session.agent_command:
         put("custom_generate_function_path", AGENT_PATH, "--agent-function-path or --agent-command")
     if config.session.online_sessions:
@@ -117,10 +118,10 @@ def _threads(config: Config, put: Put) -> None:
         put("num_threads", 1, "--deterministic-mode; the automatic choice may differ from run to run")
 
 
-def _steps(config: Config, put: Put, explicit: frozenset[str]) -> None:
+def _steps(config: Config, put: Put, explicit: frozenset[str], n_samples: int) -> None:
     """Complete rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
     train, data = config.train, config.data
-    samples = max(0, data.rollout_batch_size * data.n_samples_per_prompt)
+    samples = max(0, data.rollout_batch_size * n_samples)
     steps = train.num_steps_per_rollout
     if train.global_batch_size is not None:
         if samples and train.global_batch_size > 0 and samples % train.global_batch_size == 0:
@@ -134,8 +135,8 @@ def _steps(config: Config, put: Put, explicit: frozenset[str]) -> None:
             put("global_batch_size", samples // steps, "samples of a rollout / --num-steps-per-rollout")
     if data.num_rollout and steps is not None:
         put("lr_decay_iters", data.num_rollout * steps, "--num-rollout x --num-steps-per-rollout")
-    if config.checkpoint.save and data.num_rollout:
-        put("save_interval", data.num_rollout, "--save without --save-interval saves at the end")
+    if data.num_rollout and (config.checkpoint.save or "{rollout_id}" in (config.checkpoint.save_hf or "")):
+        put("save_interval", data.num_rollout, "without --save-interval, the run saves at the end")
     if config.checkpoint.load and config.optim.use_stateless_adam:
         put("no_load_optim", True, "--use-stateless-adam keeps no moments")
     if not {"micro_batch_size", "use_dynamic_batch_size", "max_tokens_per_gpu"} & explicit:
@@ -143,6 +144,16 @@ def _steps(config: Config, put: Put, explicit: frozenset[str]) -> None:
         put("max_tokens_per_gpu", DEFAULT_MAX_TOKENS, "fits small models; on GPUs the memory plan chooses")
     if train.balance_by_flops:
         put("balance_data", True, "--balance-by-flops")
+
+
+def _samples_per_prompt(config: Config, put: Put, explicit: frozenset[str]) -> int:
+    """Return the number of responses per prompt, and set it to 1 if no flag does and nothing compares them."""
+    name = "--loss-type sft_loss" if config.algo.loss_type == "sft_loss" else config.algo.advantage_estimator
+    compares = config.algo.loss_type != "sft_loss" and find_algorithm(name).baseline != "none"
+    if compares or "n_samples_per_prompt" in explicit:
+        return config.data.n_samples_per_prompt
+    put("n_samples_per_prompt", 1, f"{name} does not compare the responses of a prompt")
+    return 1
 
 
 def _rollout(config: Config, put: Put) -> None:
@@ -201,7 +212,7 @@ def _shares_only_gpu(config: Config, engine: str) -> bool:
     return engine == "sglang" and is_one and not is_placed and has_both and not config.rollout.async_buffer_size
 
 
-def _algorithm(config: Config, put: Put) -> None:
+def _algorithm(config: Config, put: Put, n_samples: int) -> None:
     algo, name = config.algo, config.algo.advantage_estimator
     row = find_algorithm(name)
     is_own_bound = row.eps_clip_high is not None
@@ -213,7 +224,7 @@ def _algorithm(config: Config, put: Put) -> None:
     if row.aggregation == "constant":
         why = f"{name} divides by a constant, --rollout-max-response-len"
         put("loss_constant_len", config.rollout.rollout_max_response_len, why)
-    if config.data.n_samples_per_prompt == 1:
+    if n_samples == 1:
         put("grpo_std_normalization", False, "one sample per prompt has no standard deviation")
     if algo.use_tis and algo.tis_clip_low:
         put("tis_mode", "clip", "--tis-clip-low sets a lower bound")

@@ -12,6 +12,7 @@ from furlong.core.text import shortened
 from furlong.errors import ConfigError
 
 CONFIG_FILES = ("config.json", "generation_config.json")
+RANDOM = "random_weights"  # key of config.json: the weights are random, as those of furlong's presets
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000  # all are built before weights are read
 

@@ -88,8 +88,9 @@ class Checkpoints:
 
     load_dir: an error if it has no checkpoint, unless it is also `save_dir`; then the run starts from the beginning.
     load_step: the step to load, by default the latest. keep: number of checkpoints to keep. start: id of the first
-    rollout without a checkpoint. hf_folder: returns the path of the Hugging Face export of a step. finish_export:
-    called with the folder before it is renamed to that path. flag: the flag that set `load_dir`, for messages.
+    rollout without a checkpoint. hf_folder: returns the path of the Hugging Face export of a step. model_folder: the
+    path of that export at the end of the run, which the run may end without if it is not `needs_model`. finish_export:
+    called with the folder before it is renamed to its path. flag: the flag that set `load_dir`, for messages.
     in_background: whether to write files while training continues. inputs: recorded in each checkpoint, and compared
     with those in the one that is loaded.
     """
@@ -101,6 +102,8 @@ class Checkpoints:
     retain_interval: int | None = None
     start: int | None = None
     hf_folder: Callable[[int], Path] | None = None
+    model_folder: Path | None = None
+    needs_model: bool = False
     finish_export: Callable[[Path], None] | None = None
     flag: str = "--load"
     in_background: bool = False
@@ -264,6 +267,19 @@ class Checkpoints:
             )
         else:
             await self._writing.wait()
+
+    async def save_model(self, parts: Parts, step: int) -> None:
+        """Write the model of the last step to `model_folder`. Raises CheckpointError as the class describes."""
+        if self.model_folder is None:
+            return
+        try:
+            await self._export(parts, self.model_folder)
+        except CheckpointError as error:
+            if self.needs_model:
+                raise
+            logger.error("the trained model was not kept: %s", error)
+        else:
+            logger.info("trained model of step %d: %s", step, self.model_folder)
 
     async def _export(self, parts: Parts, folder: Path) -> None:
         """Write the model as a Hugging Face folder, replacing an existing one.

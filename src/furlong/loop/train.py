@@ -45,7 +45,7 @@ async def train(
     `on_start` is called before the first step, unless nothing is left to train.
     """
     step, ahead = await checkpoints.restore(parts)
-    saved_step = step
+    first = saved_step = step
     if step >= schedule.num_rollout > 0:
         logger.info("nothing to train: %d of %d rollouts are done; raise --num-rollout", step, schedule.num_rollout)
     update_weights = WeightUpdater(parts.sync, parts.observer, parts.device_sharing)
@@ -93,6 +93,8 @@ async def train(
             await _update_and_save(parts, checkpoints, stream, step, update_weights)
             saved_step = step
         await update_weights.finish_verification()
+        if step > first:
+            await checkpoints.save_model(parts, step)
         if await stream.end() or parts.observer.stop_requested:
             parts.ledger.ended(is_saved=step == saved_step and checkpoints.save_dir is not None)
     return step

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from furlong.core.model_config import RANDOM
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
 from furlong.models.hf_config import load_config, load_whole_config, register_model, unreadable_errors, without_dropout
@@ -264,6 +265,7 @@ def write_config(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, co
         config = copy.deepcopy(model.config)
         config.dtype = dtype
         config.architectures = [type(model).__name__]
+    vars(config).pop(RANDOM, None)
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

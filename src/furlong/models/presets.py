@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from furlong.core.model_config import RANDOM
 from furlong.errors import ConfigError
 from furlong.models.hf_model import build_model, save_model
 from furlong.models.tokenizer import EOS, IM_END, PAD, SPECIALS, build_tokenizer
@@ -62,6 +63,7 @@ def write_preset(name: str, folder: Path | str, *, seed: int = 0) -> Path:
     model.generation_config = GenerationConfig(
         eos_token_id=[SPECIALS.index(IM_END), SPECIALS.index(EOS)], pad_token_id=SPECIALS.index(PAD)
     )
+    setattr(model.config, RANDOM, True)
     save_model(model, folder)
     build_tokenizer().save_pretrained(folder)
     return folder

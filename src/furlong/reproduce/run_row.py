@@ -19,7 +19,6 @@ import torch
 from furlong.errors import ConfigError, DataError, RolloutError
 from furlong.files.atomic import write_atomically
 from furlong.files.sample_file import load_samples
-from furlong.reproduce.curves import Panel, svg_of
 from furlong.reproduce.published import accuracy_interval
 from furlong.reproduce.rows import (
     ResultRow,
@@ -31,6 +30,7 @@ from furlong.reproduce.rows import (
     shown_command,
     write_data,
 )
+from furlong.tracking.curves import Panel, svg_of
 from furlong.tracking.run_files import read_steps
 
 RESULT, FIGURES, CURVE = "result.json", "figures.json", "curve.svg"

@@ -16,7 +16,7 @@ from furlong.catalogue import Diagnosis, Problem, diagnosis, most_severe_first
 from furlong.cluster.ray_session import check_fits, cluster_nodes
 from furlong.config.checks.engine_checks import device_problems
 from furlong.config.command_line import Resolved
-from furlong.config.facts import gets_random_key, is_served, is_started, without_engines
+from furlong.config.facts import gets_random_key, is_served, is_started, model_folder, without_engines
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.garbage import import_without_gc, raise_gc_threshold
@@ -224,8 +224,12 @@ def _log_start(folder: Path, resolved: Resolved, findings: Sequence[Diagnosis], 
     config = resolved.config
     count = f"{threads.count} thread{'s' * (threads.count != 1)}"
     logger.info("%s %s; %s: %s", RUN_STARTS, folder, count, threads.reason)
-    if config.checkpoint.save is None and config.data.num_rollout != 0 and not config.debug.debug_rollout_only:
-        logger.info("weights are not saved: --save DIR writes checkpoints, --save-hf Hugging Face models")
+    if config.data.num_rollout != 0 and not config.debug.debug_rollout_only:
+        kept = model_folder(config, folder)
+        if kept is not None and config.checkpoint.save is None:
+            logger.info("the trained model is written to %s at the end; --save DIR also writes checkpoints", kept)
+        elif config.checkpoint.save is None and config.checkpoint.save_hf is None:
+            logger.info("weights are not saved: --save DIR writes checkpoints, --save-hf DIR the trained model")
     for line in resolved.lines:
         logger.info("%s", line)
     for finding in findings:
@@ -244,7 +248,7 @@ def _resume_thread_count(threads: Threads, flags: CheckpointFlags) -> Threads:
 def _resume_hint(config: Config) -> str:
     save = config.checkpoint.save
     if save is None:
-        return "no weights were saved, as --save was not given"
+        return "no weights were saved: only --save writes checkpoints before the end of a run"
     if not find_complete_folders(Path(save)):
         return (
             f"no checkpoint was written yet (--save-interval is {config.checkpoint.save_interval} rollouts); the same "

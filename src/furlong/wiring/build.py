@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.config.checks.validate import validate
 from furlong.config.checks.value_checks import epoch_problem
-from furlong.config.command_line import Resolved, without_credentials
+from furlong.config.command_line import Resolved, command_of, without_credentials
 from furlong.config.evaluation import used_eval_specs
-from furlong.config.facts import gets_random_key
+from furlong.config.facts import gets_random_key, model_folder
 from furlong.config.hooks import usable_hooks
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
@@ -40,6 +40,7 @@ from furlong.models.tokenizer import read_template, write_template
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.agents import AgentHooks
 from furlong.tracking.console import ConsoleTracker
+from furlong.tracking.model_card import write_card
 from furlong.tracking.run_files import EVENTS, EventLog, StepFile, read_steps
 from furlong.tracking.trackers import (
     JsonlTracker,
@@ -130,23 +131,23 @@ def build(resolved: Resolved, folder: Path) -> Built:
         config = dataclasses.replace(config, cluster=cluster)
     context = dataclasses.replace(RunContext.read(config, usable_hooks(config), folder), client_key=client_key)
     with contextlib.ExitStack() as opened:  # what is open is closed if a later part cannot be built
-        built = _build(context, opened)
+        built = _build(context, command_of(resolved), opened)
         opened.pop_all()
     return built
 
 
-def _build(context: RunContext, opened: contextlib.ExitStack) -> Built:
+def _build(context: RunContext, command: str, opened: contextlib.ExitStack) -> Built:
     """Build the parts in order; register their close methods with `opened`."""
     config = context.config
     specs = used_eval_specs(config)
     if (inputs := build_inputs(context)) is not None:
         opened.callback(inputs.close)
-    checkpoints = build_checkpoints(config, inputs)
+    checkpoints = build_checkpoints(context, inputs, command)
     ledger = build_ledger(context, checkpoints.peek())
     opened.callback(ledger.close)
     source = build_source(context, ledger)
     opened.callback(source.close)
-    schedule = build_schedule(context, source, has_eval=bool(specs) or context.hooks.eval_function is not None)
+    schedule = build_schedule(context, source, has_eval=bool(specs))
     seed_everything(config.train.seed)
     watch = build_monitor(context, schedule.num_rollout)
     opened.callback(watch.close)
@@ -253,17 +254,35 @@ def build_schedule(context: RunContext, source: DataSource, *, has_eval: bool) -
         update_weights_interval=config.sync.update_weights_interval,
         pause_mode=config.sync.pause_mode,
         save_every=config.checkpoint.save_interval,
-        eval_every=config.eval.eval_interval if has_eval else None,
+        eval_every=(config.eval.eval_interval or max(num_rollout, 1)) if has_eval else None,
         eval_before_train=not config.eval.skip_eval_before_train,
         saves_on_hang=config.fault.on_hang == "stop" and config.checkpoint.save is not None,
     )
 
 
-def build_checkpoints(config: Config, inputs: RunInputs | None) -> Checkpoints:
+def build_checkpoints(context: RunContext, inputs: RunInputs | None, command: str) -> Checkpoints:
     """Build the loader and saver of checkpoints, which compares and records `inputs`."""
-    flags = config.checkpoint
-    export, template = flags.save_hf, config.data.chat_template_path
+    config = context.config
+    flags, template = config.checkpoint, config.data.chat_template_path
+    export = flags.save_hf if "{rollout_id}" in (flags.save_hf or "") else None
     chat_template = None if template is None else read_template(template)
+
+    def finish_export(folder: Path) -> None:
+        if chat_template is not None:
+            write_template(folder, chat_template)
+        is_sft = config.algo.loss_type == "sft_loss"
+        files = dict.fromkeys(prompt_paths(config), "training") if context.reads_prompt_file else {}
+        files |= {spec.path: f"evaluation ({spec.name})" for spec in used_eval_specs(config)}
+        write_card(
+            folder,
+            name=str(config.track.run_name),
+            base=str(config.rollout.hf_checkpoint),
+            algorithm="sft" if is_sft else config.algo.advantage_estimator,
+            command=command,
+            data=files,
+            steps=read_steps(context.folder),
+        )
+
     return Checkpoints(
         save_dir=None if flags.save is None else Path(flags.save),
         load_dir=find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune),
@@ -274,7 +293,9 @@ def build_checkpoints(config: Config, inputs: RunInputs | None) -> Checkpoints:
         in_background=flags.async_save,
         inputs=inputs,
         hf_folder=None if export is None else lambda step: Path(export.replace("{rollout_id}", str(step))),
-        finish_export=None if chat_template is None else lambda folder: write_template(folder, chat_template),
+        model_folder=model_folder(config, context.folder),
+        needs_model=flags.save_hf is not None,
+        finish_export=finish_export,
     )
 
 

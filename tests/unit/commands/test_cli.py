@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import subprocess
 
 import pytest
 
@@ -45,15 +46,23 @@ def test_help_fits_a_terminal_of_80_columns(name, monkeypatch, capsys):
 
 
 def test_help_of_training_shows_a_section_or_the_flags_with_a_word(capsys):
-    assert main_train(["--help", "optim", "--rm-type"]) == 0
-    flags = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")}
-    assert {"--lr", "--clip-grad", "--rm-type"} <= flags
-    assert "--seed" not in flags
     assert main_train(["--help", "learnin-rate"]) == 2
-    assert "rollout, data" in capsys.readouterr().err
-    for word, flag in (("learning-rate", "--lr "), ("sft", "--loss-type ")):
+    assert "did you mean learning?" in capsys.readouterr().err
+    for word, flag in (("optim", "--lr "), ("learning-rate", "--lr "), ("sft", "--loss-type ")):
         assert main_train(["--help", word]) == 0
         assert f"\n  {flag}" in capsys.readouterr().out
+
+
+def test_bash_completes_commands_flags_and_values(capsys):
+    assert main(["completion", "bash"]) == 0
+    words = 'COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _furlong; echo "${COMPREPLY[@]}"'
+    script = f"{capsys.readouterr().out}\ncomplete_line() {{ {words}; }}\n"
+    lines = ("furlong qu", "furlong train --rollout-b", "furlong doctor --engine s", "furlong train --load x")
+    script += "\n".join(f"complete_line {line}" for line in lines)
+    shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines() == ["quickstart", "--rollout-batch-size", "sglang", ""]
+    assert main(["completion", "zsh"]) == 0
+    assert capsys.readouterr().out.startswith("autoload")
 
 
 def test_no_command_is_wrong_usage(capsys):

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from furlong.config import Config, load, parse
-from furlong.config.command_line import argv_from_config, config_from_values
-from furlong.config.compat import FURLONG_NAMES, find_refusal
+from furlong.config.command_line import argv_from_config, command_of, config_from_values
+from furlong.config.compat import FURLONG_NAMES, TOPICS, find_refusal
 from furlong.config.flag_spec import FlagSpec, flag, flag_specs
 from furlong.config.flag_values import value_from_words, words_from_value
+from furlong.config.help import help_text
 from furlong.errors import ConfigError
 
 
@@ -192,11 +193,64 @@ def test_two_sections_cannot_share_a_field() -> None:
     assert {"one", "two", "x"} <= set(str(error.value).split())
 
 
-def test_help_names_every_flag() -> None:
-    from furlong.config.help import help_text
+def helped(*words: str) -> list[str]:
+    """The flags in the help about these words."""
+    return [line.split()[0].rstrip(",") for line in help_text(words).splitlines() if line.startswith("  --")]
 
-    lines = [line.split()[0].rstrip(",") for line in help_text().splitlines() if line.startswith("  --")]
-    assert set(lines) == {spec.flag for spec in flag_specs(Config).values()} | {"--config", "--custom-config-path"}
+
+def test_help_starts_with_the_flags_of_most_runs_and_has_all_of_them() -> None:
+    assert 25 <= len(helped()) <= 30
+    assert set(helped("all")) == {spec.flag for spec in flag_specs(Config).values()} | {
+        "--config",
+        "--custom-config-path",
+    }
+    assert "--custom-rm-path FILE.py:FUNCTION" in help_text()
+    assert max(map(len, help_text(width=80).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (["reward"], [spec.flag for spec in flag_specs(Config).values() if spec.section == "reward"]),
+        (["--lr"], ["--lr"]),
+        (["rollout", "temperature"], ["--rollout-temperature"]),
+        (["clip", "tis"], ["--tis-clip", "--tis-clip-low"]),
+        (["max_grad_norm"], ["--clip-grad"]),
+        (["top"], ["--rollout-top-p", "--rollout-top-k", "--eval-top-p", "--eval-top-k"]),  # not --rollout-stop
+        (["checkpoints", "keep"], ["--keep-checkpoints"]),
+    ],
+)
+def test_help_finds_flags_by_section_and_by_all_of_the_words(words: list[str], flags: list[str]) -> None:
+    assert helped(*words) == flags
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("lora", "not supported: all weights are trained"),
+        ("vllm", "generate with --engine sglang"),
+        ("deepspeed", "--train-backend fsdp"),
+        ("fp16", "use --bf16"),
+    ],
+)
+def test_help_answers_what_is_not_here_and_shows_the_flags_to_use(word: str, answer: str) -> None:
+    first = " ".join(help_text([word], width=1000).splitlines()[:1])
+    assert answer in first
+    assert helped(word) == [
+        spec.flag for spec in flag_specs(Config).values() if re.search(rf"{spec.flag}(?![\w-])", first)
+    ]
+
+
+def test_answers_of_the_help_name_flags_that_exist() -> None:
+    known = {spec.flag for spec in flag_specs(Config).values()}
+    assert set(re.findall(r"--[a-z0-9-]+", " ".join(TOPICS.values()))) <= known
+    with pytest.raises(ConfigError, match=r"no flag is about tempertaure; did you mean temperature\?"):
+        help_text(["tempertaure"])
+
+
+def test_the_command_of_a_run_has_what_was_given_without_secrets() -> None:
+    resolved = parse(["--lr", "1e-3", "--prompt-data", "a b.jsonl", "--use-wandb", "--wandb-key", "secret"])
+    assert command_of(resolved) == "furlong train '--prompt-data=a b.jsonl' --use-wandb --lr=0.001"
 
 
 def test_a_float_is_written_so_that_it_reads_back() -> None:

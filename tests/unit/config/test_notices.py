@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from furlong.config import Config, parse, validate
 from furlong.config.checks.validate import notices
 from furlong.config.command_line import examine
@@ -35,21 +33,20 @@ def test_flags_that_ask_for_something_else_have_one_line_and_others_none():
         ([*MEGATRON, "--moe-token-dispatcher-type", "flex"], True),
         ([*MEGATRON, "--attention-backend", "flash", "--context-parallel-size", "2"], True),
         ([*MEGATRON, "--attention-backend", "flash"], False),
-        (["--eval-prompt-data", "a", "a.jsonl"], True),
-        (["--eval-prompt-data", "a.jsonl", "--eval-interval", "2"], True),
-        (["--eval-prompt-data", "a", "a.jsonl", "--eval-interval", "2"], False),
         (["--ref-load", "elsewhere"], True),
         (["--ref-load", "elsewhere", "--use-kl-loss"], False),
     ):
         assert len(list(notices(parse(words).config))) == is_noticed, words
 
 
-def test_evaluation_sets_are_read_as_in_slime(tmp_path: Path):
-    config = parse(["--eval-prompt-data", "sums.jsonl", "--eval-interval", "1"]).config
-    assert [(spec.name, spec.path) for spec in used_eval_specs(config)] == [("aime", "sums.jsonl")]
-    assert used_eval_specs(parse(["--eval-config", str(tmp_path / "none.yaml")]).config) == []
-    _, problems = examine(["--num-rollout", "0", "--eval-prompt-data", "a", "a.jsonl"])
-    assert [problem for problem in problems if "--eval-interval is missing" in problem]
+def test_an_evaluation_set_without_a_name_is_named_after_its_file():
+    for words, named in (
+        (["d/sums.jsonl@[:20]"], ("sums", "d/sums.jsonl@[:20]")),
+        (["reasoning-gym:gcd?size=3"], ("gcd", "reasoning-gym:gcd?size=3")),
+        (["mine", "sums.jsonl"], ("mine", "sums.jsonl")),
+    ):
+        config = parse(["--eval-prompt-data", *words]).config
+        assert [(spec.name, spec.path) for spec in used_eval_specs(config)] == [named]
 
 
 def test_one_tensor_parallel_rank_has_no_sequence_parallelism():

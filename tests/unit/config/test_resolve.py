@@ -19,8 +19,21 @@ def test_the_batch_equation_is_completed_from_either_side() -> None:
 
 
 def test_sizes_that_do_not_divide_are_left_for_validation() -> None:
-    config = derived("--rollout-batch-size", "3", "--num-steps-per-rollout", "2").config
+    config = derived("--rollout-batch-size", "3", "--num-steps-per-rollout", "5").config
     assert config.train.global_batch_size is None
+
+
+def test_the_number_of_samples_follows_from_the_algorithm() -> None:
+    for words, n in (
+        ([], 8),
+        (["--advantage-estimator", "rloo"], 8),
+        (["--advantage-estimator", "reinforce_plus_plus"], 1),
+        (["--loss-type", "sft_loss"], 1),
+        (["--loss-type", "sft_loss", "--n-samples-per-prompt", "2"], 2),
+        (["--n-samples-per-prompt", "1"], 1),
+    ):
+        config = derived(*words, "--rollout-batch-size", "2").config
+        assert (config.data.n_samples_per_prompt, config.train.global_batch_size) == (n, 2 * n), words
 
 
 def test_evaluation_inherits_missing_settings_from_training() -> None:

@@ -116,7 +116,6 @@ RULES = [
     ("--save-debug-rollout-data d/{rollout_id}_{x}", "--save-debug-rollout-data d/{rollout_id}_{x}"),
     ("--save-debug-rollout-data d/{rollout_id:05d}", "--save-debug-rollout-data d/{rollout_id:05d}"),
     ("--save x --save-hf d/{rollout_id}{", "--save-hf d/{rollout_id}{"),
-    ("--save s --save-hf hf", "--save-hf hf"),
     ("--actor-num-gpus-per-node 2 --rollout-num-gpus 1 "
      "--save-debug-train-data d/{rollout_id}",
      "--save-debug-train-data d/{rollout_id} | 2"),
@@ -178,6 +177,8 @@ FITTING = [
     "--advantage-estimator dr_grpo --rollout-max-response-len 64",
     "--n-samples-per-prompt 1 --global-batch-size 32 --advantage-estimator reinforce_plus_plus --normalize-advantages",
     "--save s --save-interval 5 --save-hf hf/{rollout_id} --keep-checkpoints 2",
+    "--save-hf hf",
+    "--save-hf hf/{rollout_id} --save-interval 5",
     "--async-buffer-size 2 --pause-mode hold",
     "--async-buffer-size 1 --keep-old-actor",
     "--update-weights-interval 2 --keep-old-actor",

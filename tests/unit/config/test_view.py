@@ -13,7 +13,7 @@ from furlong.config.args_view import Args
 from furlong.config.flag_spec import flag_specs
 from furlong.errors import ConfigError
 
-ARGS = Args(parse(["--lr", "0.5", "--reward-key", "acc"]).config)
+ARGS = Args(parse(["--lr", "0.5", "--reward-key", "acc", "--n-samples-per-prompt", "1"]).config)
 
 
 def test_all_sections_are_flat_attributes() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -363,4 +364,17 @@ def test_an_export_that_crashes_halfway_leaves_the_one_before_or_none(tmp_path, 
 def test_export_that_leaves_an_empty_folder_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"hf_2 is empty: .*--save-hf"):
         export(tmp_path / "hf_2", lambda folder: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_final_model_that_cannot_be_written_ends_the_run_only_if_a_flag_asked_for_it(tmp_path, caplog):
+    class Trainer(FakeTrainer):
+        async def save_hf(self, folder: Path) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    parts = dataclasses.replace(fake_parts(World()), trainer=Trainer(World()))
+    asyncio.run(Checkpoints(model_folder=tmp_path / "model").save_model(parts, 2))
+    assert "the trained model was not kept: cannot write" in caplog.text
+    with pytest.raises(CheckpointError, match="No space left on device; free some space"):
+        asyncio.run(Checkpoints(model_folder=tmp_path / "model", needs_model=True).save_model(parts, 2))
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,7 @@
 from xml.etree import ElementTree
 
 from furlong.core.text import sparkline
-from furlong.reproduce.curves import WIDTH, Panel, svg_of, ticks
+from furlong.tracking.curves import WIDTH, Panel, svg_of, ticks
 
 
 def test_curves_of_several_runs_are_drawn_with_whole_steps_inside_of_the_picture():

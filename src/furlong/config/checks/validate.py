@@ -18,7 +18,7 @@ from furlong.config.checks.value_checks import (
     verifier_problem,
 )
 from furlong.config.environment_specs import environment_problems
-from furlong.config.facts import default_staleness
+from furlong.config.facts import default_staleness, model_folder
 from furlong.config.flag_spec import Condition, FlagSpec, flag_specs
 from furlong.config.hooks import BUILT_IN
 from furlong.config.resolve import COPIES, Derived, derive
@@ -153,6 +153,12 @@ def _required(config: Config) -> Problems:
     if checkpoint.load is not None and checkpoint.load != checkpoint.save and not Path(checkpoint.load).is_dir():
         what = "is a file" if Path(checkpoint.load).exists() else "no such directory"
         yield Problem(f"--load {checkpoint.load}: {what}; give a directory written by --save, or remove it", "CKPT01")
+    kept = model_folder(config, Path(str(config.track.output_dir)))
+    if kept is not None and rollout.hf_checkpoint and kept.resolve() == Path(rollout.hf_checkpoint).resolve():
+        yield (
+            f"--hf-checkpoint {rollout.hf_checkpoint} is the folder that the trained model replaces at the end; choose "
+            "another --output-dir, or a folder for the trained model with --save-hf"
+        )
     reference = checkpoint.ref_load
     if reference not in (None, rollout.hf_checkpoint) and (problem := model_problem("--ref-load", reference)):
         yield Problem(problem, "CKPT01")
@@ -221,13 +227,8 @@ def _evaluation(config: Config) -> Problems:
     for k in section.eval_pass_k or ():
         if k > n:
             yield f"--eval-pass-k {k} needs {k} samples, but --n-samples-per-eval-prompt is {n}; raise it or lower k"
-    has_sets = section.eval_prompt_data or section.eval_config
     if config.data.num_rollout == 0 and not section.is_used:
-        missing = "--eval-interval is missing; add --eval-interval 1"
-        without = "there are no evaluation sets; add --eval-prompt-data NAME FILE"
-        yield f"--num-rollout 0 only evaluates, but {missing if has_sets else without}"
-    if not section.is_used:
-        return  # a notice: nothing reads the sets
+        yield "--num-rollout 0 only evaluates, but there are no evaluation sets; add --eval-prompt-data NAME FILE"
     sets = section.named_files()
     if len(sets) % 2:
         yield (
@@ -259,14 +260,13 @@ def _debugging(config: Config) -> Problems:
         if template is None:
             continue
         written = f"--{name.replace('_', '-')}{'' if name == 'save_hf' else '-data'} {template}"
-        what = "folder for all checkpoints" if name == "save_hf" else "file for all rollouts"
-        if "{rollout_id}" not in template:
-            yield f"{written} names one {what}; add {{rollout_id}} to the name"
+        if "{rollout_id}" not in template and name != "save_hf":
+            yield f"{written} names one file for all rollouts; add {{rollout_id}} to the name"
         known = ("{rollout_id}", "{rank}") if name == "save_debug_train" else ("{rollout_id}",)
         rest = template
         for word in known:
             rest = rest.replace(word, "")
-        if "{rollout_id}" in template and set(rest) & {"{", "}"}:
+        if ("{rollout_id}" in template or name == "save_hf") and set(rest) & {"{", "}"}:
             yield f"{written} has braces other than {' and '.join(known)}; remove them"
     batches = debug.save_debug_train_data
     if num_ranks > 1 and batches is not None and "{rank}" not in batches:
@@ -311,7 +311,7 @@ def notices(config: Config) -> Problems:
     for spec in specs:
         if spec.instead and spec.is_set(config):
             yield f"{spec.with_value(config)} has no effect: {spec.instead}"
-    train, sets = config.train, config.eval
+    train = config.train
     if config.moe.moe_token_dispatcher_type == "flex":
         yield "--moe-token-dispatcher-type flex: tokens are sent as with alltoall"
     if train.sequence_parallel and train.tensor_model_parallel_size == 1:
@@ -323,10 +323,6 @@ def notices(config: Config) -> Problems:
         )
     if (function := config.algo.custom_tis_function_path) in BUILT_IN:
         yield f"--custom-tis-function-path {function} is not called: --use-tis, --use-rs and their settings do the same"
-    if (sets.eval_prompt_data or sets.eval_config) and not sets.is_used:
-        yield "evaluation sets without --eval-interval have no effect: the run does not evaluate, as in slime"
-    elif sets.eval_prompt_data and len(sets.eval_prompt_data) == 1:
-        yield f"--eval-prompt-data {sets.eval_prompt_data[0]} without a name: the set is named aime, as in slime"
     reference = config.checkpoint.ref_load
     if reference not in (None, config.rollout.hf_checkpoint) and not config.algo.uses_reference:
         yield (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Literal
 
 from furlong.config.flag_spec import flag
@@ -15,7 +17,9 @@ class RolloutFlags:
     """Generation of the training samples."""
 
     hf_checkpoint: str | None = flag(
-        None, "Model to start from: a directory with config, tokenizer and weights in Hugging Face format. Required."
+        None,
+        "Model to start from: a directory with config, tokenizer and weights in Hugging Face format. Required.",
+        metavar="DIR",
     )
     rollout_temperature: float = flag(1.0, "Sampling temperature.", within="(0, inf)")
     rollout_top_p: float = flag(
@@ -148,9 +152,15 @@ class DataFlags:
         None,
         "Prompts: a .jsonl or .parquet file; `FILE@[a:b]` selects rows a to b - 1.",
         needs="rollout_global_dataset",
+        metavar="FILE",
     )
     rollout_batch_size: int = flag(0, "Number of prompts per rollout. Required.", within="[1, 1000000]")
-    n_samples_per_prompt: int = flag(1, "Number of responses per prompt.", within="[1, inf)")
+    n_samples_per_prompt: int = flag(
+        8,
+        "Number of responses per prompt. Default: 8, or 1 with --loss-type sft_loss and with an algorithm that does "
+        "not compare the responses of a prompt (reinforce_plus_plus).",
+        within="[1, inf)",
+    )
     num_rollout: int | None = flag(
         None, "Total number of rollouts, counted from the first start of the run; 0 only evaluates.", within="[0, inf)"
     )
@@ -165,10 +175,10 @@ class DataFlags:
         within="[0, inf)",
         bound="< num_rollout",
     )
-    input_key: str = flag("input", "Column of the prompt: text, or a list of messages.")
-    label_key: str | None = flag(None, "Column of the label that rewards compare with.")
-    metadata_key: str = flag("metadata", "Column of an object that becomes the sample's metadata.")
-    tool_key: str = flag("tools", "Column of the tool definitions for the chat template.")
+    input_key: str = flag("input", "Column of the prompt: text, or a list of messages.", metavar="COLUMN")
+    label_key: str | None = flag(None, "Column of the label that rewards compare with.", metavar="COLUMN")
+    metadata_key: str = flag("metadata", "Column of an object that becomes the sample's metadata.", metavar="COLUMN")
+    tool_key: str = flag("tools", "Column of the tool definitions for the chat template.", metavar="COLUMN")
     apply_chat_template: bool = flag(False, "Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, Any] = flag(
         {},
@@ -181,6 +191,7 @@ class DataFlags:
         "template list`).",
         needs="apply_chat_template or loss_type=sft_loss or custom_generate_function_path or rollout_function_path or "
         "eval_function_path or eval_config or data_source_path",
+        metavar="FILE",
     )
     rollout_shuffle: bool = flag(False, "Shuffle the prompts in every epoch.")
     rollout_seed: int = flag(42, "Seed of the prompt order and of sampling.", within="[0, 1e18]")
@@ -208,9 +219,13 @@ class RewardFlags:
         "Verifier: math, dapo, deepscaler, f1, gpqa, ifbench, reasoning_gym, remote_rm or random; with the prefix "
         r"`boxed_` it reads the content of \boxed{...}.",
         excludes="custom_rm_path",
+        metavar="NAME",
     )
     rm_url: str | None = flag(
-        None, "URL to which --rm-type remote_rm posts samples.", needs="rm_type=remote_rm or rm_type=boxed_remote_rm"
+        None,
+        "URL to which --rm-type remote_rm posts samples.",
+        needs="rm_type=remote_rm or rm_type=boxed_remote_rm",
+        metavar="URL",
     )
     custom_rm_path: str | None = flag(None, "User reward function.")
     group_rm: bool = flag(
@@ -240,15 +255,21 @@ class EvalFlags:
     """Evaluation sets and their sampling parameters. Sampling defaults to the rollout's values."""
 
     eval_interval: int | None = flag(
-        None, "Rollouts between evaluations.", within="[1, inf)", needs="eval_prompt_data or eval_config"
+        None,
+        "Rollouts between evaluations. Default: one evaluation at the start and one at the end.",
+        within="[1, inf)",
+        needs="eval_prompt_data or eval_config",
     )
     eval_prompt_data: tuple[str, ...] | None = flag(
         None,
-        "Evaluation sets as pairs: NAME FILE NAME FILE ... A single FILE is named `aime`, as in slime.",
+        "Evaluation sets: FILE, or pairs NAME FILE NAME FILE ... A single FILE is named after the file.",
         excludes="eval_config",
+        metavar="[NAME] FILE",
     )
     eval_config: str | None = flag(
-        None, "YAML or JSON file of evaluation sets with their own settings (`eval.defaults`, `eval.datasets`)."
+        None,
+        "YAML or JSON file of evaluation sets with their own settings (`eval.defaults`, `eval.datasets`).",
+        metavar="FILE",
     )
     skip_eval_before_train: bool = flag(False, "Do not evaluate before the first rollout.")
     n_samples_per_eval_prompt: int = flag(1, "Number of responses per evaluation prompt.", within="[1, inf)")
@@ -290,18 +311,29 @@ class EvalFlags:
         "Maximum length of prompt and response together, in tokens. Default: --rollout-max-context-len.",
         within="[2, inf)",
     )
-    eval_input_key: str | None = flag(None, "Column of the prompt. Default: --input-key.")
-    eval_label_key: str | None = flag(None, "Column of the label. Default: --label-key.")
-    eval_tool_key: str | None = flag(None, "Column of the tool definitions. Default: --tool-key.")
+    eval_input_key: str | None = flag(None, "Column of the prompt. Default: --input-key.", metavar="COLUMN")
+    eval_label_key: str | None = flag(None, "Column of the label. Default: --label-key.", metavar="COLUMN")
+    eval_tool_key: str | None = flag(None, "Column of the tool definitions. Default: --tool-key.", metavar="COLUMN")
     eval_function_path: str | None = flag(None, "User function that evaluates. Default: --rollout-function-path.")
     custom_eval_rollout_log_function_path: str | None = flag(None, "User function that logs an evaluation.")
 
     def named_files(self) -> tuple[str, ...]:
-        """Names and files of --eval-prompt-data, alternating. slime's name of a single file is `aime`."""
+        """Names and files of --eval-prompt-data, alternating. A single file is named after itself."""
         words = self.eval_prompt_data or ()
-        return ("aime", *words) if len(words) == 1 else words
+        return (set_name(words[0]), *words) if len(words) == 1 else words
 
     @property
     def is_used(self) -> bool:
-        """Whether the run evaluates on sets: without --eval-interval it never does, as in slime."""
-        return self.eval_interval is not None and bool(self.eval_prompt_data or self.eval_config)
+        """Whether the run evaluates on sets."""
+        return bool(self.eval_prompt_data or self.eval_config)
+
+
+def set_name(data: str) -> str:
+    """Return the name of an evaluation set: that of the file without suffix, or of the task.
+
+    >>> set_name("data/gsm8k_test.jsonl@[:200]"), set_name("reasoning-gym:countdown?size=3")
+    ('gsm8k_test', 'countdown')
+    """
+    text = data.partition("?")[0].partition("@[")[0]
+    name = text.rpartition(":")[2] if ":" in text else PurePath(text).stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-") or "eval"

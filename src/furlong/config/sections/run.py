@@ -12,12 +12,21 @@ from furlong.config.flag_spec import flag
 class CheckpointFlags:
     """Saving, resuming and loading checkpoints."""
 
-    save: str | None = flag(None, "Directory to write checkpoints to.")
+    save: str | None = flag(None, "Directory to write checkpoints to.", metavar="DIR")
     save_interval: int | None = flag(
-        None, "Rollouts between checkpoints. Default: one checkpoint at the end.", within="[1, inf)", needs="save"
+        None,
+        "Rollouts between checkpoints. Default: one checkpoint at the end.",
+        within="[1, inf)",
+        needs="save or save_hf",
     )
     save_hf: str | None = flag(
-        None, "Directory for a Hugging Face model at every checkpoint; `{rollout_id}` is replaced.", needs="save"
+        None,
+        "Directory for the trained model in Hugging Face format, written at the end of the run; with `{rollout_id}` in "
+        "it, which is replaced, at every checkpoint. Default: `model` in the run directory.",
+        metavar="DIR",
+    )
+    save_model: bool = flag(
+        True, "Do not write the trained model to the run directory.", name="--no-save-model", excludes="save_hf"
     )
     async_save: bool = flag(
         False,
@@ -37,7 +46,9 @@ class CheckpointFlags:
         excludes="keep_checkpoints",
     )
     load: str | None = flag(
-        None, "Checkpoint directory to resume from, or initial weights in Hugging Face or Megatron-LM format."
+        None,
+        "Checkpoint directory to resume from, or initial weights in Hugging Face or Megatron-LM format.",
+        metavar="DIR",
     )
     ckpt_step: int | None = flag(
         None, "Step of the checkpoint to load from --load. Default: the newest.", within="[0, inf)", needs="load"
@@ -62,6 +73,7 @@ class CheckpointFlags:
         None,
         "Reference model: a checkpoint directory, a Megatron-LM checkpoint or a Hugging Face model. Default: "
         "--hf-checkpoint. Without a KL term it gives the initial weights, unless --load does.",
+        metavar="DIR",
     )
     dequantize: bool = flag(
         False,
@@ -83,7 +95,7 @@ class TrackFlags:
     run_name: str | None = flag(
         None, "Name of the run. Default: the last part of --output-dir, else made of algorithm and model."
     )
-    output_dir: str | None = flag(None, "Run directory. Default: outputs/RUN_NAME.")
+    output_dir: str | None = flag(None, "Run directory. Default: outputs/RUN_NAME.", metavar="DIR")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = flag("INFO", "Log level.")
     log_passrate: bool = flag(False, "Report pass@k of every rollout.")
     log_multi_turn: bool = flag(False, "Report the number of turns and observation lengths of multi-turn samples.")
@@ -209,7 +221,7 @@ class DebugFlags:
         needs="load_debug_rollout_data or loss_type=sft_loss",
     )
     save_debug_rollout_data: str | None = flag(
-        None, "File for the samples of each rollout (safetensors); `{rollout_id}` is replaced."
+        None, "File for the samples of each rollout (safetensors); `{rollout_id}` is replaced.", metavar="FILE"
     )
     keep_samples: int = flag(
         20,
@@ -218,7 +230,9 @@ class DebugFlags:
         within="[0, inf)",
     )
     load_debug_rollout_data: str | None = flag(
-        None, "File of samples to train on instead of generating; `{rollout_id}` is replaced. Sets --debug-train-only."
+        None,
+        "File of samples to train on instead of generating; `{rollout_id}` is replaced. Sets --debug-train-only.",
+        metavar="FILE",
     )
     load_debug_rollout_data_subsample: float | None = flag(
         None, "Fraction of those samples to use.", within="(0, 1]", needs="load_debug_rollout_data"
@@ -227,8 +241,9 @@ class DebugFlags:
         None,
         "File for the training batch of each rollout; `{rollout_id}` is replaced, and `{rank}` by the rank, as each "
         "rank writes its own part.",
+        metavar="FILE",
     )
-    dump_details: str | None = flag(None, "Directory for both dumps: samples and training batches.")
+    dump_details: str | None = flag(None, "Directory for both dumps: samples and training batches.", metavar="DIR")
     debug_rollout_print_every: int | None = flag(
         None, "Rollouts between samples that are logged in full.", within="[1, inf)"
     )

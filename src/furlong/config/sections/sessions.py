@@ -24,6 +24,7 @@ class SessionFlags:
         "Command that runs an agent, once per sample. OPENAI_BASE_URL, ANTHROPIC_BASE_URL and the key are in its "
         "environment, the task is JSON on stdin.",
         excludes="agent_function_path custom_generate_function_path apply_chat_template",
+        metavar="COMMAND",
     )
     agent_memory_limit: float | None = flag(
         None,
@@ -38,6 +39,7 @@ class SessionFlags:
         "as PATH, HOME and LANG. Secrets of the run are not among these.",
         kind="many",
         needs="agent_command",
+        metavar="NAME",
     )
     environment: tuple[str, ...] = flag(
         (),
@@ -46,6 +48,7 @@ class SessionFlags:
         "metrics, and `max_turns` and the other limits of episodes replace those of the run.",
         kind="many",
         excludes="agent_function_path agent_command custom_generate_function_path apply_chat_template",
+        metavar="FILE.py:CLASS",
     )
     env_workers: tuple[str, ...] = flag(
         ("thread", "32"),

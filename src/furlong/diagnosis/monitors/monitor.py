@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from furlong.catalogue import Diagnosis, Severity, diagnosis
 from furlong.config.sections import Config
-from furlong.core.model_config import read_json
+from furlong.core.model_config import RANDOM, read_json
 from furlong.core.tracing import heartbeat
 from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError
@@ -42,12 +42,14 @@ class RunFacts:
     has_chat_template: bool = False
     vocab_size: int = 0
     num_parameters: int = 0
+    has_random_weights: bool = False
 
     @staticmethod
     def of(config: Config) -> RunFacts:
         """Look up the chat template and the sizes of `config`'s model."""
         folder = Path(str(config.rollout.hf_checkpoint or ""))
-        return RunFacts(config, _has_chat_template(folder), *_sizes(folder))
+        is_random = bool(_read_json(folder / "config.json").get(RANDOM))
+        return RunFacts(config, _has_chat_template(folder), *_sizes(folder), has_random_weights=is_random)
 
     @property
     def model(self) -> str:

@@ -190,7 +190,7 @@ def unlikely_responses(now: StepContext) -> Alert | None:
     log_prob = now.row.get("rollout/log_probs")
     if not now.is_first or log_prob is None or now.trains_foreign_tokens or not facts.vocab_size:
         return None
-    if config.algo.loss_type != "policy_loss" or not facts.has_chat_template:
+    if config.algo.loss_type != "policy_loss" or not facts.has_chat_template or facts.has_random_weights:
         return None
     if config.rollout.rollout_temperature > 1 or config.rollout.rollout_min_new_tokens:
         return None  # tokens that the model does not choose by itself

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.checks.engine_checks import device_problems, start_problems
-from furlong.config.facts import without_engines
+from furlong.config.facts import model_folder, without_engines
 from furlong.config.sections import Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.addresses import split_port
@@ -192,10 +192,24 @@ def _unusable(path: Path) -> tuple[str, str] | None:
 def disk(context: PreflightContext) -> Iterator[Diagnosis]:
     """DISK01: free disk space against the checkpoints that the run will keep."""
     flags, model = context.config.checkpoint, context.model
-    if flags.save is None or model is None or not model.num_parameters or _unusable(Path(flags.save)):
+    if model is None or not model.num_parameters:
+        return
+    kept_model = model_folder(context.config, Path(str(context.config.track.output_dir)))
+    if kept_model is not None and not _unusable(kept_model):
+        size, free = model.num_parameters * 2, shutil.disk_usage(_existing(kept_model)).free
+        if size > free:
+            yield diagnosis(
+                "DISK01",
+                f"{kept_model}: the trained model needs at least {plan.size_text(size)}, but the disk has "
+                f"{plan.size_text(free)} free",
+                remedy="use --save-hf with a folder on another disk, or --no-save-model",
+                evidence={"model_bytes": size, "free_bytes": free},
+            )
+    if flags.save is None or _unusable(Path(flags.save)):
         return
     folder = _existing(Path(flags.save))
-    per_parameter = plan.checkpoint_bytes_per_parameter(context.config) + (4 if flags.save_hf else 0)
+    per_parameter = plan.checkpoint_bytes_per_parameter(context.config)
+    per_parameter += 4 if "{rollout_id}" in (flags.save_hf or "") else 0
     one = model.num_parameters * per_parameter  # float32 weights, optimizer states, and the Hugging Face model
     rollouts, every = context.config.data.num_rollout, flags.save_interval
     count = max(1, rollouts // every) if rollouts and every else 1

@@ -1,4 +1,4 @@
-"""Curves of a row's runs as an SVG picture, drawn without a plotting library."""
+"""Curves of runs as an SVG picture, drawn without a plotting library."""
 
 from __future__ import annotations
 
