@@ -38,7 +38,7 @@ def completion(words: list[str]) -> int:
 
 def script(shell: str) -> str:
     """Return the script for "bash" or "zsh". Without a value to choose from, the shell completes files."""
-    from furlong.cli import COMMANDS
+    from furlong.commands import COMMANDS
     from furlong.config.checks.value_checks import RM_TYPES
     from furlong.config.flag_spec import flag_specs
     from furlong.config.help import FILE_FLAGS

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from furlong.catalogue import NO_EFFECT, Problem
 from furlong.config.checks.validate import validate
-from furlong.config.compat import FURLONG_NAMES, find_refusal
+from furlong.config.compat import FURLONG_NAMES, VERL_KEYS, find_refusal
 from furlong.config.config_file import FlagValues, is_engine_option, read_config_file, values_from_mapping
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import looks_like_a_flag, many_from_equals, value_from_words, words_from_value
@@ -30,6 +30,7 @@ from furlong.errors import ConfigError
 
 CONFIG_FLAG = "--config"
 OVERRIDE_FLAG = "--custom-config-path"
+_ON, _OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 KEYWORDS = "keyword arguments"  # the origin that problems with them name
 
 
@@ -228,7 +229,7 @@ def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> tuple[FlagValue
             _refuse_unknown(read, name, [*by_flag, *negated, *paths])
             _take_values(words, len(words))  # the values of the unknown flag
         else:
-            read.problems.append(f"unexpected word {word!r}: no flag before it accepts it; remove it or quote it")
+            read.problems.append(_unexpected(word, words, [*by_flag, *negated, *paths]))
     return read, paths
 
 
@@ -263,24 +264,49 @@ def _read_flag(read: FlagValues, spec: FlagSpec, words: list[str], text: str | N
 
 def _value(spec: FlagSpec, words: list[str], text: str | None) -> Any:
     if spec.kind in ("switch", "off_switch", "tristate"):
+        if text is None and words and words[0].lower() in (*_ON, *_OFF):
+            text = words.pop(0)
         if text is not None:
-            raise ValueError(f"takes no value, got {text!r}; write {spec.flag} alone or remove it")
+            fix = f"remove {spec.flag}" if text.lower() in _OFF else f"write {spec.flag} alone, or remove it"
+            raise ValueError(f"takes no value, got {text!r}; {fix}")
         return spec.kind != "off_switch"
     if text is not None:
         return value_from_words(spec, many_from_equals(spec, text) if spec.kind == "many" else [text])
     values = _take_values(words, len(words) if spec.kind == "many" else 1)
+    if values[:1] == ["="]:
+        given = "".join([*values[1:], *_take_values(words, 1)][:1])
+        raise ValueError(f"is followed by a single =; write {spec.flag} {given or 'VALUE'}")
     if not values:
-        raise ValueError(f"has no value, expected {spec.type_name}; write {spec.flag} VALUE or {spec.flag}=VALUE")
+        name = spec.metavar or "VALUE"
+        raise ValueError(f"has no value, expected {spec.type_name}; write {spec.flag} {name} or {spec.flag}={name}")
     return value_from_words(spec, values)
 
 
+def _unexpected(word: str, words: list[str], known: Sequence[str]) -> str:
+    """Return the problem of a word that is no flag and no value, and remove what seems to belong to it from `words`."""
+    key, equals, value = word.lstrip("+").partition("=")
+    if (flag := VERL_KEYS.get(key)) is not None and equals:
+        return f"{word}: {key} is a setting of verl; use {flag}"
+    dashed = "--" + key.lstrip("-–—").replace("_", "-")
+    _, hint = did_you_mean(FURLONG_NAMES.get(dashed, dashed), known)
+    if hint and (equals or not word[0].isalnum() or dashed in known):
+        given = " ".join([value] if equals else _take_values(words, 1))
+        return f"unexpected word {word!r}: flags begin with two dashes; {hint.rstrip('?')} {given}".rstrip() + "?"
+    if "." in key and equals:
+        return f"unexpected word {word!r}: settings of other programs are not read; see `furlong train --help`"
+    return f"unexpected word {word!r}: no flag before it accepts it; remove it or quote it"
+
+
 def _refuse_unknown(read: FlagValues, name: str, known: Sequence[str]) -> None:
-    if (refusal := find_refusal(name)) is not None:
+    dashed = name.lower().replace("_", "-")
+    if (refusal := find_refusal(dashed)) is not None:
         read.problems.append(Problem(refusal.message(name), NO_EFFECT))
         return
-    matches, hint = did_you_mean(name, known)
-    if name in FURLONG_NAMES:
-        matches, hint = [FURLONG_NAMES[name]], f"use {FURLONG_NAMES[name]}"
+    matches, hint = ([dashed], f"did you mean {dashed}?") if dashed in known else did_you_mean(dashed, known)
+    if dashed in FURLONG_NAMES:
+        matches, hint = [FURLONG_NAMES[dashed]], f"use {FURLONG_NAMES[dashed]}"
+    elif (switch := dashed.replace("--no-", "--", 1)) != dashed and switch in known:
+        matches, hint = [switch], f"{switch} is off unless it is given; remove {name}"
     message = f"unknown flag {name}; {hint or 'see `furlong train --help` for all flags'}"
     read.problems.append(Problem(message, NO_EFFECT))
     read.wrong_flags.extend(matches)

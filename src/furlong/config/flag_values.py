@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -11,7 +12,7 @@ from typing import Any
 from furlong.config.compat import VALUES
 from furlong.config.flag_spec import FlagSpec
 from furlong.core.json_values import parse_written_json
-from furlong.core.text import shortened
+from furlong.core.text import did_you_mean, shortened
 
 _LOOKS_LIKE_A_FLAG = re.compile(r"--[A-Za-z]")
 _NAMES: dict[type, str] = {
@@ -90,8 +91,21 @@ def _scalar(spec: FlagSpec, word: str) -> Any:
     try:
         number = spec.type(word)
     except ValueError:
-        raise ValueError(f"got {word!r}, expected {_NAMES[spec.type]}") from None
+        fix = f"; write {meant}" if (meant := _number_meant(spec, word)) else ""
+        raise ValueError(f"got {word!r}, expected {_NAMES[spec.type]}{fix}") from None
     return _finite(number)
+
+
+def _number_meant(spec: FlagSpec, word: str) -> str:
+    """Return the number that `1e3`, `1,000`, `8k` or `1e-5,` stands for, as the flag accepts it; "" for none."""
+    text = re.sub(r"(?<=\d)[kK]$", "e3", word.rstrip(",;.").replace(",", ""))
+    with contextlib.suppress(ValueError, OverflowError):
+        number = float(text)
+        if spec.type is float:
+            return text
+        if number.is_integer():
+            return str(int(number))
+    return ""
 
 
 def _typed(spec: FlagSpec, value: Any) -> Any:
@@ -112,7 +126,9 @@ def _choice(spec: FlagSpec, word: str) -> str:
     if (why := VALUES.get((spec.flag, word))) is not None:
         raise ValueError(why.message(f"{spec.flag} {word}"))
     if spec.choices and word not in spec.choices:
-        raise ValueError(f"got {word!r}, expected one of {', '.join(spec.choices)}")
+        same = [choice for choice in spec.choices if choice.lower() == word.lower()]
+        hint = f"did you mean {same[0]}?" if same else did_you_mean(word, spec.choices)[1]
+        raise ValueError(f"got {word!r}, expected one of {', '.join(spec.choices)}{hint and '; '}{hint}")
     return word
 
 

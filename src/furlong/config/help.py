@@ -130,6 +130,8 @@ def _about(words: Sequence[str], specs: Sequence[FlagSpec]) -> tuple[str, list[F
     """Return an answer, or "", and the flags about all of the words, in the order of declaration."""
     if len(words) == 1 and words[0] in _sections():
         return "", [spec for spec in specs if spec.section == words[0]]
+    if exact := [spec for spec in specs if spec.flag in words]:
+        return "", exact
     parts = [part for word in words for part in _words(word)]
     name = "--" + "-".join(parts)
     answer = next((text for part in parts if (text := TOPICS.get(part))), "")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 
 
@@ -77,6 +79,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> tuple[list[str], str]:
     best = _similarity(name, matches[0]) if matches else 0.0
     matches = [match for match in matches if _similarity(name, match) > best - 0.08]
     return matches, f"did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def nearest_path(path: Path) -> str:
+    """Return a fix for a path that does not exist: the entry of its folder with the nearest name, if there is one."""
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return f"there is no folder {path.parent}; check the path"
+    return did_you_mean(str(path), [str(path.parent / name) for name in names])[1] or "check the path"
 
 
 def _similarity(left: str, right: str) -> float:

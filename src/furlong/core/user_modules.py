@@ -6,11 +6,13 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 from furlong.core import slime_modules
+from furlong.core.text import nearest_path
 from furlong.core.user_code import describe_exception, message_of, place_of
 from furlong.errors import ConfigError, EndedBySignal
 
@@ -20,9 +22,15 @@ def split_path(path: str) -> tuple[str, tuple[str, ...]]:
 
     Raises ConfigError if the path does not name a function.
     """
+    if "::" in path:
+        raise ConfigError(f"{path!r} has two colons; write {path.replace('::', ':')}")
     module_name, colon, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_name or not attribute or path.endswith(".py"):
-        raise ConfigError(f"{path!r} does not name a function; write package.module.function or file.py:function")
+        forms = "package.module.function or file.py:function"
+        if path.endswith(".py") and Path(path).is_file():
+            names = re.findall(r"^(?:async )?(?:def|class) ([A-Za-z]\w*)", Path(path).read_text("utf-8"), re.M)
+            forms = " or ".join(f"{path}:{name}" for name in names[:3]) or forms
+        raise ConfigError(f"{path!r} does not name a function; write {forms}")
     return module_name, tuple(attribute.split(".")) if colon else (attribute,)
 
 
@@ -86,7 +94,7 @@ def _module_of_file(path: str, file_name: str) -> ModuleType:
     """Import a file; its directory is added to sys.path for imports next to it."""
     file = Path(file_name).expanduser().resolve()
     if not file.is_file():
-        raise ConfigError(f"{path}: no file {file}; check the path")
+        raise ConfigError(f"{path}: no file {file}; {nearest_path(file)}")
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
         importlib.invalidate_caches()

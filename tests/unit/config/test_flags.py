@@ -250,7 +250,7 @@ def test_answers_of_the_help_name_flags_that_exist() -> None:
 
 def test_the_command_of_a_run_has_what_was_given_without_secrets() -> None:
     resolved = parse(["--lr", "1e-3", "--prompt-data", "a b.jsonl", "--use-wandb", "--wandb-key", "secret"])
-    assert command_of(resolved) == "furlong train '--prompt-data=a b.jsonl' --use-wandb --lr=0.001"
+    assert command_of(resolved) == "furlong train '--prompt-data=a b.jsonl' --lr=0.001 --use-wandb"
 
 
 def test_a_float_is_written_so_that_it_reads_back() -> None:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from furlong.config.compat import VALUES
 from furlong.config.task_specs import is_task, tasks_problem
-from furlong.core.text import did_you_mean, redact_credentials
+from furlong.core.text import did_you_mean, nearest_path, redact_credentials
 
 _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
 _NEARLY_SLICE = re.compile(r"@[(\[]?-?\d*:-?\d*[)\]]?")
@@ -39,6 +39,10 @@ def prompt_file_problem(flag: str, path: str) -> str | None:
     if is_task(path):
         return tasks_problem(flag, split_slice(path)[0])
     file = Path(split_slice(path)[0])
+    if (sliced := re.fullmatch(r"(.+\w)(\[-?\d*:-?\d*\])", path)) and os.path.exists(sliced[1]):
+        return f"{flag} {path}: no such file; to select rows, write '{sliced[1]}@{sliced[2]}'"
+    if os.path.isfile(file / "config.json"):
+        return f"{flag} {path} is a model folder; give a .jsonl or .parquet file, and the model to --hf-checkpoint"
     if "@[" in file.name or (_NEARLY_SLICE.search(file.name) and not os.path.exists(file)):
         return f"{flag} {path}: the part after @ is not a slice; write FILE@[start:stop] with whole numbers"
     if "://" in path:
@@ -49,7 +53,7 @@ def prompt_file_problem(flag: str, path: str) -> str | None:
             return (
                 f"{flag} {path}: no such file; for a dataset on the Hub run {download} first, and give one of its files"
             )
-        return f"{flag} {path}: no file {file}; check the path"
+        return f"{flag} {path}: no file {file}; {nearest_path(file)}"
     if unreadable := unreadable_file(file):
         return f"{flag} {path}: {unreadable} {MAY_NOT_READ}"
     if file.is_file() and file.suffix not in _FORMATS:
@@ -74,7 +78,7 @@ def model_problem(flag: str, path: str) -> str | None:
         return (
             f"{flag} {path}: no such directory; for a model on the Hub run `hf download {path} --local-dir DIR` first"
         )
-    return f"{flag} {path}: no such directory; check the path"
+    return f"{flag} {path}: no such directory; {nearest_path(folder)}"
 
 
 def unreadable_file(path: Path) -> Path | None:

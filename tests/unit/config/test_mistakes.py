@@ -1,0 +1,84 @@
+"""Mistakes that people make at the terminal, and the remedy that each message names."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from furlong.config.command_line import examine
+from furlong.run.launch import findings_before_run
+from runs import write_prompts
+
+# A word of the command and what is written instead, or words that are added, and a part of the message with the remedy.
+MISTAKES = [
+    # misspelled flags
+    ("--learning-rate 1e-5", "use --lr"),
+    ("--learning_rate 1e-5", "use --lr"),
+    ("--n_samples_per_prompt 4", "did you mean --n-samples-per-prompt?"),
+    ("--rollout-batchsize 4", "did you mean --rollout-batch-size?"),
+    ("--KL-loss-coef 0.1", "did you mean --kl-loss-coef?"),
+    ("-lr 1e-5", "did you mean --lr 1e-5?"),
+    ("–lr 1e-5", "did you mean --lr 1e-5?"),
+    ("lr=1e-5", "did you mean --lr 1e-5?"),
+    ("--no-colocate", "remove --no-colocate"),
+    # names of other programs
+    ("--model Qwen/Qwen3-0.6B", "use --hf-checkpoint"),
+    ("--per-device-train-batch-size 4", "use --micro-batch-size"),
+    ("--num-generations 4", "use --n-samples-per-prompt"),
+    ("--num-gpus 2", "use --actor-num-gpus-per-node"),
+    ("--report-to wandb", "use --use-wandb"),
+    ("actor_rollout_ref.actor.optim.lr=1e-6", "use --lr"),
+    ("+trainer.total_epochs=3", "use --num-epoch"),
+    ("--lora-rank 8", "all weights are trained"),
+    ("--fp16", "use --bf16"),
+    # values
+    ("--lr", "write --lr VALUE"),
+    ("--lr = 1e-5", "write --lr 1e-5"),
+    ("--lr 1e-5,", "write 1e-5"),
+    ("--lr -1e-5", "use a value of at least 0"),
+    ("--num-rollout 1e3", "write 1000"),
+    ("--num-rollout 1,000", "write 1000"),
+    ("--rollout-max-response-len 8k", "write 8000"),
+    ("--num-rollout ten", "expected an integer"),
+    ("--bf16 true", "write --bf16 alone"),
+    ("--use-wandb=False", "remove --use-wandb"),
+    ("--advantage-estimator GRPO", "did you mean grpo?"),
+    ("--advantage-estimator ppo", "such as --advantage-estimator grpo"),
+    ("--engine vllm", "use sglang, or embedded"),
+    ("--rm-type gqpa", "did you mean gpqa?"),
+    ("--rollout-temperature 0", "use a value above 0"),
+    ("--global-batch-size 7", "--global-batch-size 8 --num-steps-per-rollout 2"),
+    ("--n-samples-per-prompt 1", "use --n-samples-per-prompt 2 or more"),
+    # files and functions
+    ("--hf-checkpoint modle", "did you mean model?"),
+    ("--hf-checkpoint prompts.jsonl", "give the directory that contains config.json"),
+    ("--prompt-data model", "the model to --hf-checkpoint"),
+    ("--prompt-data prompts.json", "did you mean prompts.jsonl?"),
+    ("--prompt-data prompts.jsonl[:4]", "write 'prompts.jsonl@[:4]'"),
+    ("--eval-prompt-data a prompts.jsonl b", "give every file a name"),
+    ("--config run.yml", "give an existing file"),
+    ("--label-key lable", "--label-key label"),
+    ("--custom-rm-path rewards.py", "write rewards.py:digits"),
+    ("--custom-rm-path rewards.py:digit", "did you mean digits?"),
+    ("--custom-rm-path rewards.py::digits", "write rewards.py:digits"),
+]
+
+
+def test_each_mistake_has_one_message_with_the_remedy(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(model)
+    write_prompts(Path("prompts.jsonl"), 8)
+    Path("rewards.py").write_text("def digits(args, sample, **kwargs):\n    return 1.0\n")
+    base = "--hf-checkpoint model --prompt-data prompts.jsonl --label-key label --num-rollout 1 --rollout-batch-size 2"
+    wrong: list[object] = []
+    for words, remedy in MISTAKES:
+        reward = "" if "--custom-rm-path" in words or "--rm-type" in words else "--rm-type random"
+        resolved, problems = examine(shlex.split(f"{base} {reward} {words}"))
+        errors = [found.text() for found in findings_before_run(resolved, problems) if found.severity == "error"]
+        if len(errors) != 1 or remedy not in " ".join(errors[0].split()):
+            wrong.append((words, remedy, errors))
+    assert wrong == []
