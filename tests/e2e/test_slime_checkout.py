@@ -134,7 +134,8 @@ def test_an_example_trains(name, long_model, tmp_path, monkeypatch):
         batch = load_batch(path)
         is_trained = batch.loss_masks == 1
         assert is_trained.any()
-        assert is_trained.all() == (name in ("multi_agent", "search-r1"))  # the others have turns of the environment
+        if name != "strands":  # a random policy calls its tool by chance; the others have turns of the environment
+            assert is_trained.all() == (name in ("multi_agent", "search-r1"))
         versions = set(batch.columns["token_versions"][is_trained].tolist())
         assert versions <= ({version, -1} if name == "tau-bench" else {version})
     samples = [s for g in load_samples(tmp_path / "samples" / "0.safetensors").groups for s in g.samples]

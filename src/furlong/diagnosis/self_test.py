@@ -241,9 +241,11 @@ class LogProbSelfTest:
     def _attribute(
         self, batch: RolloutBatch, log_probs_R: FloatArray, look: Look | None, look_quantized: LookQuantized | None
     ) -> Attribution:
-        """Attribute the gap of the first samples."""
+        """Attribute the gap of the first samples: eight, or more until they have the tokens that a fit needs."""
         measured = np.add.reduceat(~np.isnan(log_probs_R), batch.response_starts[:-1][batch.response_lengths > 0]) > 0
-        rows = np.flatnonzero(batch.response_lengths > 0)[measured][:SAMPLES]
+        rows = np.flatnonzero(batch.response_lengths > 0)[measured]
+        enough = int(np.searchsorted(batch.response_lengths[rows].cumsum(), FITTED_TOKENS)) + 1
+        rows = rows[: max(SAMPLES, enough)]
         part = batch.select(rows)
         trainer_R = np.concatenate([log_probs_R[batch.response_starts[i] : batch.response_starts[i + 1]] for i in rows])
         keep = (part.loss_masks > 0) & ~np.isnan(trainer_R)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from furlong.errors import ConfigError
@@ -79,6 +79,7 @@ def test_experts_count_as_parameters_but_only_the_chosen_ones_as_activations():
     assert moe.mlp_width == 8 * 768
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     shape=st.sampled_from(sorted(QWEN3)),
     gib=st.integers(24, 200),
