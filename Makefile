@@ -45,13 +45,14 @@ test: $(DEV)
 	$(PYTEST) -m "commit or not nightly"
 
 nightly: lint types $(SGLANG)/.installed docs
+	$(VENV)/bin/python scripts/run_docs.py --together README.md docs/start docs/guides
 	$(PYTEST)
 	$(MAKE) soak
 
 lint: $(DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/oxlint --deny-warnings --quiet src/furlong/view/static
+	$(VENV)/bin/oxlint --deny-warnings --quiet src/furlong/view/static docs/flag_filter.js
 
 types: $(DEV)
 	$(VENV)/bin/pyright

@@ -37,6 +37,8 @@ the flag.
 - A flag that would have no effect is an error too, unless its value is the default, so scripts may spell defaults out.
 - `config.json` in the run folder contains every value and its source. A resumed run rewrites it once it has begun.
 
+<div id="flag-filter"></div>
+
 ```yaml
 rollout:
   hf-checkpoint: Qwen/Qwen3-0.6B

@@ -1,5 +1,6 @@
 """Run the code blocks of the documentation, each page in an empty folder: `run_docs.py README.md docs`.
 
+With `--together` all pages share one folder, in the order of the arguments, as for a reader who tries them in turn.
 Blocks fenced as `bash` or `python` run in order, in one folder per page. A block that fails or takes more than ten
 minutes fails the page. Blocks with a title are skipped, and the title gives the reason: `bash title="needs a GPU"`.
 Two pages run at a time, and each block uses one thread. Their commands have all imports done (`warm_python.py`).
@@ -27,34 +28,38 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main(arguments: list[str]) -> int:
     """Run every page. Return the number of pages that failed."""
+    is_together = "--together" in arguments
     pages = [
-        page
+        page.resolve()
         for name in arguments
+        if name != "--together"
         for page in (sorted(Path(name).rglob("*.md")) if Path(name).is_dir() else [Path(name)])
     ]
-    pages.sort(key=lambda page: page.read_text().count("furlong train"), reverse=True)  # no long page comes last
+    if not is_together:  # no long page comes last
+        pages.sort(key=lambda page: page.read_text().count("furlong train"), reverse=True)
     os.environ |= {"FURLONG_ROOT": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        commands = warm_python.start(Path(folder))
-        with ThreadPoolExecutor(PAGES_AT_A_TIME) as pool:
-            passed = list(pool.map(partial(run_page, commands), [page.resolve() for page in pages]))
+    with tempfile.TemporaryDirectory() as work:
+        folders = [Path(work) / ("all" if is_together else str(number)) for number in range(len(pages))]
+        commands = warm_python.start(Path(work))
+        with ThreadPoolExecutor(1 if is_together else PAGES_AT_A_TIME) as pool:
+            passed = list(pool.map(partial(run_page, commands), pages, folders))
     failed = [page for page, succeeded in zip(pages, passed, strict=True) if not succeeded]
     print(f"{len(pages) - len(failed)} pages passed, {len(failed)} failed" + "".join(f"\n  {page}" for page in failed))
     return len(failed)
 
 
-def run_page(commands: Path, page: Path) -> bool:
-    """Run the blocks of one page with these commands until one fails. Return whether all succeeded."""
-    with tempfile.TemporaryDirectory() as folder:
-        for language, title, code in FENCE.findall(page.read_text()):
-            if language not in ("bash", "python") or title.strip():
-                continue
-            started = time.monotonic()
-            problem = run_block(language, code, Path(folder), commands)
-            first = code.strip().splitlines()[0]
-            print(f"{page.name}: {first[:70]}: {problem or 'ok'} ({time.monotonic() - started:.1f} s)", flush=True)
-            if problem:
-                return False
+def run_page(commands: Path, page: Path, folder: Path) -> bool:
+    """Run the blocks of one page in a folder until one fails. Return whether all succeeded."""
+    folder.mkdir(exist_ok=True)
+    for language, title, code in FENCE.findall(page.read_text()):
+        if language not in ("bash", "python") or title.strip():
+            continue
+        started = time.monotonic()
+        problem = run_block(language, code, folder, commands)
+        first = code.strip().splitlines()[0]
+        print(f"{page.name}: {first[:70]}: {problem or 'ok'} ({time.monotonic() - started:.1f} s)", flush=True)
+        if problem:
+            return False
     return True
 
 
