@@ -127,6 +127,27 @@ def test_a_run_that_fails_before_its_first_event_leaves_the_ledger_unchanged(pat
     assert audit(path).num_resumes == 1
 
 
+def test_events_after_the_mark_of_a_resume_are_rolled_back(path: Path) -> None:
+    ledger = FileLedger(path)
+    ledger.issued(groups(0, 1), 0)
+    early = json.loads(json.dumps(ledger.mark()))
+    train(ledger, 0, 0)
+    late = ledger.mark()
+    assert late["bytes"] == path.stat().st_size
+    ledger.issued(groups(2), 1)
+    train(ledger, 1, 1, 2)
+    ledger.close()
+    for mark, trained, again, rolled_back in ((late, 1, (1,), 5), (early, 0, (0, 1), 10), (late, 1, (1,), 13)):
+        resumed = FileLedger.resume(path, mark)  # the last one from a branch that was given up
+        train(resumed, trained, *again)
+        resumed.close()
+        result = audit(path, finished=True)
+        assert result.ok, result.summary()
+        assert (result.num_trained, result.num_rolled_back) == (2, rolled_back)
+    FileLedger(path).close()
+    assert audit(path).num_trained == 0  # a new run in the same folder
+
+
 def test_a_mark_of_another_ledger_is_rejected(path: Path, tmp_path: Path) -> None:
     ledger = FileLedger(path)
     ledger.issued(groups(0, 1), 0)

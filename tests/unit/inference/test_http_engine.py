@@ -165,6 +165,20 @@ def test_a_prompts_samples_share_a_server_and_prompts_are_spread():
     assert [len(generated(server)) for server in servers] == [12, 12]
 
 
+def test_the_turns_of_a_session_stay_on_its_server():
+    ok = lambda body: (200, reply([4]))  # noqa: E731
+    with scripted(ok, ok) as (servers, engine):
+
+        async def body():
+            for turn in range(4):
+                order = [(turn + s) % 4 for s in range(4)]
+                await asyncio.gather(*(engine.generate([s, turn], PARAMS, session=f"s{s}") for s in order))
+
+        run(engine, body)
+    turns = [[body["input_ids"][0] for body in generated(server)] for server in servers]
+    assert [sorted(each.count(s) for s in set(each)) for each in turns] == [[4, 4], [4, 4]]
+
+
 def test_a_dead_server_is_lost_once_and_its_requests_go_to_the_other():
     ok = lambda body: (200, reply([4]))  # noqa: E731
     with scripted(ok, ok) as (servers, engine):
@@ -421,6 +435,12 @@ def test_a_full_engine_is_healthy_while_it_generates():
     healthy, num_waiting = run(engine, body)
     assert healthy == ""
     assert num_waiting > 0
+
+
+def test_the_gpus_of_a_server_are_those_of_all_of_its_copies():
+    sizes = {"tp_size": 4, "pp_size": 2, "dp_size": 2}
+    attention = {**sizes, "enable_dp_attention": True}  # copies of the attention share the GPUs of one copy
+    assert [ServerInfo.read(each).num_gpus for each in ({}, sizes, attention)] == [1, 16, 8]
 
 
 def test_the_load_of_engines_is_measured_while_requests_run():

@@ -259,7 +259,9 @@ def test_named_folder_of_a_run_that_kept_no_checkpoints_offers_a_free_one(resolv
 
 
 def test_resolved_flags_are_written_with_their_sources(resolve, tmp_path, caplog):
+    before = list(logging.getLogger("furlong").handlers)
     run(resolve(num_rollout=1))
+    assert logging.getLogger("furlong").handlers == before  # the next run of this process logs each line once
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written["config"]["data"]["rollout_batch_size"] == 4
     assert written["sources"]["rollout_batch_size"] == "flag"

@@ -120,6 +120,16 @@ def test_settings_that_cannot_train_are_errors(folder, options, message):
         build(folder, **options)
 
 
+def test_a_checkpoint_of_megatron_lm_is_refused_with_the_two_ways_to_use_it(folder, tmp_path):
+    (tmp_path / ".metadata").touch()
+    for changes, flag in (
+        ({"initial_weights": tmp_path}, "--load"),
+        ({"role_folders": {"ref": tmp_path}}, "--ref-load"),
+    ):
+        with pytest.raises(ConfigError, match=f"{flag} .*furlong convert megatron-to-hf.*--train-backend megatron"):
+            build(folder, **changes)
+
+
 def test_a_process_group_of_other_ranks_is_refused(folder, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)

@@ -29,6 +29,12 @@ def test_cap_fills_micro_batches_and_leaves_a_longer_sample_alone():
     assert sorted(_lists(step)[0]) == [[0, 2, 3], [1], [4, 5]]
 
 
+def test_rollouts_fill_steps_in_the_order_in_which_they_are_seen():
+    ids = np.array([7, 3, 7, 9, 3, 1])
+    steps = plan(np.full(6, 5), ids, num_ranks=1, global_batch_size=2, micro_batch_size=8)
+    assert [(step.rows.tolist(), step.num_rollouts) for step in steps] == [([0, 1, 2, 4], 2), ([3, 5], 2)]
+
+
 def test_remainder_is_an_error_with_its_numbers():
     with pytest.raises(ConfigError, match="7 rollouts do not fill optimizer steps of 3: 1 are left over"):
         plan(np.full(7, 5), np.arange(7), num_ranks=1, global_batch_size=3)
