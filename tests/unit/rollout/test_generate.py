@@ -13,12 +13,13 @@ from fakes_rollout import LabelReward, ListSource, MemoryLedger, ScriptedEngine
 from furlong.config.hooks import Hooks
 from furlong.config.sections import RolloutFlags
 from furlong.core.metric import values
-from furlong.interfaces import SamplingParams
+from furlong.interfaces import Completion, SamplingParams
 from furlong.rollout import episodes
 from furlong.rollout.engine_rollout import EngineRollout
 from furlong.rollout.episodes import EpisodeLoad, RewardWait
 from furlong.rollout.filters import DynamicFilterOutput
 from furlong.rollout.generate import EvalSet, Generation
+from furlong.rollout.policy import Policy
 from furlong.rollout.train_batch import Conversion
 
 
@@ -186,3 +187,24 @@ def test_the_prefix_hit_fraction_is_that_of_all_episodes_since_the_last_step():
     load.prefixes(30, 0)
     assert values(load.take())["rollout/prefix_cache_hit_frac"] == 0.25
     assert "rollout/prefix_cache_hit_frac" not in load.take()
+
+
+def test_a_turn_repeats_the_prompt_before_it_under_the_same_weights():
+    answers = iter([(4, 0), (4, 2), (5, 0), (5, 4), (5, 9)])
+
+    class Engine:
+        caches_prefixes = True
+
+        async def generate(self, *_: object, **__: object) -> Completion:
+            version, cached = next(answers)
+            return Completion([7], [-1.0], [version], "stop", cached_tokens=cached)
+
+    policy = Policy(Engine(), None, "s")  # pyright: ignore[reportArgumentType]
+
+    async def episode() -> None:
+        prompts = [1, 2, 3], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8, 9], [1, 2, 3, 7, 8, 9, 10], [9, 9]
+        for ids in prompts:  # the third has new weights, the last repeats nothing
+            await policy.generate(ids)
+
+    asyncio.run(episode())
+    assert values(policy.load.take())["rollout/prefix_cache_hit_frac"] == pytest.approx((2 + 4) / (3 + 6))
