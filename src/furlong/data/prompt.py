@@ -280,7 +280,7 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
         values = orjson.loads(text)
         if _has_huge_number(values):  # orjson converts integers beyond 64 bits to floats
             values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         try:
             shown = text.decode()[:60].strip()
         except UnicodeDecodeError as broken:
@@ -331,7 +331,7 @@ def _decoded(values: dict[str, Any], key: str | None, kind: type, what: str, fla
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _BadRowError(f"{key!r} ({flag}) is a string that is not JSON: {error}") from error
     if not isinstance(value, kind):
         raise _BadRowError(f"{key!r} ({flag}) is {type(value).__name__}, not {what}")

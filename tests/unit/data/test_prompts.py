@@ -125,6 +125,14 @@ def test_a_bad_row_is_named_with_its_line(tmp_path: Path, row: Any, message: str
         draw(path, LABELED, streaming=streaming)
 
 
+def test_a_row_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path) -> None:
+    for depth, is_text in ((900, False), (3000, False), (3000, True)):  # for Python, for orjson, in a string
+        nested = '{"a":' * depth + "1" + "}" * depth
+        row = f'{{"input": "x", "label": "1", "metadata": {json.dumps(nested) if is_text else nested}}}'
+        with pytest.raises(DataError, match=r"a\.jsonl line 1: .*not JSON.*depth.*--skip-bad-rows"):
+            table(write_jsonl(tmp_path / "a.jsonl", [row, *numbered_rows(1)]), LABELED)
+
+
 def test_a_bad_parquet_row_is_named_with_its_index(tmp_path: Path) -> None:
     rows = numbered_rows(9)
     rows[6]["input"] = ""

@@ -245,13 +245,18 @@ def test_slow_weight_updates_and_hangs_name_what_their_transport_depends_on() ->
 
     def remedies(**flags: Any) -> tuple[str, str]:
         [found] = diagnose(*[slow] * 3, **flags)
-        [hang] = diagnose_events({"event": "hang", "seconds": 9, "doing": "weights", "probable": "SYNC01"}, **flags)
+        event = {"event": "hang", "seconds": 9, "doing": "weights are being updated", "updates_weights": True}
+        [hang] = diagnose_events(event, **flags)
+        assert "weights do not arrive (SYNC01)" in hang.remedy
         return found.remedy, hang.remedy
 
     by_disk, hang_by_disk = remedies(update_weight_transport="disk")
     assert "--update-weights-interval" in by_disk
     assert "--update-weight-disk-dir" in by_disk
+    assert "--update-weight-disk-dir" in hang_by_disk
     assert "NCCL" not in by_disk + hang_by_disk
+    [other] = diagnose_events({"event": "hang", "seconds": 9, "doing": "all threads are idle"})
+    assert all(flag in other.remedy for flag in ("--reward-timeout", "--generate-timeout", "--on-hang stop"))
     assert "--update-weights-interval" not in remedies(update_weight_transport="ipc", offload_rollout=True)[0]
     by_nccl = remedies(update_weight_transport="nccl")[0]
     assert "NCCL_SOCKET_IFNAME" in by_nccl
