@@ -52,6 +52,7 @@ nightly: lint types $(SGLANG)/.installed docs
 lint: $(DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/hadolint Dockerfile
 	$(VENV)/bin/oxlint --deny-warnings --quiet src/furlong/view/static docs/flag_filter.js
 
 types: $(DEV)

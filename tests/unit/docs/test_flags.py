@@ -36,6 +36,7 @@ OF_OTHERS = {
     "Codex": "--dangerously-bypass-approvals-and-sandbox --skip-git-repo-check",
     "Megatron-LM": "--pipeline-model-parallel-layout",
     "pip": "--editable --no-deps",
+    "docker, uv and sky": "--target --rm --secret",
     "slurm": "--mem --time --requeue --exclude",
     "containers": "--shm-size --ipc --gpus --ulimit --pids-limit --privileged --security-opt",
     "none: mistakes that pages show, and options of TRL": "--rm-typ --rollout-batchsize --max-grad-norm",
