@@ -94,9 +94,11 @@ def render() -> str:
         lines += ["", f"## {section}", "", (section_type.__doc__ or "").strip(), ""]
         lines += table(("flag", "values", "default", "meaning"), map(flag_row, specs))
     lines += ["", "## Functions that flags name", ""]
-    lines += ["A path is `package.module.function` or `file.py:function`. A reward may also have TRL's form"]
-    lines += ["`reward_func(prompts, completions, **kwargs) -> list[float]`, or be a verifier"]
-    lines += ["`fn(response, label, metadata) -> float`.", ""]
+    lines += [
+        "A path is `package.module.function` or `file.py:function`. A reward may also be `reward(response, label)`"
+    ]
+    lines += ["with the parameters that it needs, or have TRL's form"]
+    lines += ["`reward_func(prompts, completions, **kwargs) -> list[float]`.", ""]
     lines += table(("flag", "signature"), ((f"`{hook.flag}`", f"`{hook.signature}`") for hook in HOOKS.values()))
     for program, refusals in {"slime": (*SLIME, *VALUES.values()), "Miles": MILES}.items():
         lines += ["", f"## Flags of {program} that are not accepted", ""]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 for _name, _value in {**SETTINGS, **LOCAL_SETTINGS, "RAY_AUTH_TOKEN": "secret" * 8}.items():
     os.environ.setdefault(_name, _value)
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a mistyped path is not looked up on the Hub
+
 # Ctrl-C reaches the runs of tests: what a shell starts in its background ignores it, and so does all that it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

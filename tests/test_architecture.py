@@ -73,10 +73,10 @@ BUDGET = {
     "catalogue": 1212,
     "chat": 1365,
     "cluster": 1530,
-    "commands": 1860,
-    "config": 6140,
-    "core": 3890,
-    "data": 2800,
+    "commands": 1880,
+    "config": 6510,
+    "core": 4020,
+    "data": 2840,
     "diagnosis": 5730,
     "environments": 1200,
     "evals": 400,
@@ -88,9 +88,9 @@ BUDGET = {
     "quantization": 1260,
     "quickstart": 350,
     "reproduce": 575,
-    "rewards": 1640,
+    "rewards": 1730,
     "rollout": 4430,
-    "run": 1150,
+    "run": 1420,
     "sandboxes": 1430,
     "sessions": 3330,
     "sglang_layout": 770,
@@ -101,12 +101,16 @@ BUDGET = {
     "transfer": 710,
     "view": 1530,
     "weight_sync": 2000,
-    "wiring": 1880,
+    "wiring": 1915,
 }
 ONLY_IN = {"ray": {"cluster"}, "sglang": {"inference"}, "megatron": {"training", "models"}}  # third party: only there
 NEVER = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}  # nothing unpickles data from a network or a file
-# The one exception has an allow-list of classes; its `find_class` imports nothing.
-MAY_PICKLE = "training/megatron_lm/dist_files.py"
+MAY_PICKLE = {
+    ("pickle", "training/megatron_lm/dist_files.py"),  # with a list of classes; its `find_class` imports nothing
+    # objects of the program, for processes that the run starts, through their pipe
+    ("pickle", "core/user_objects.py"),
+    ("cloudpickle", "core/user_objects.py"),
+}
 WITHOUT_PROCESS_GROUPS = {"core", "algo"}
 FORKS = {"fork", "forkpty", "get_context", "set_start_method"}
 PROJECT = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["project"]
@@ -145,7 +149,7 @@ def violations(root: Path) -> list[str]:
                 found.append(f"{where}: {home} may not import {name}")
             if top in ONLY_IN and home not in ONLY_IN[top]:
                 found.append(f"{where}: only {sorted(ONLY_IN[top])} may import {top}")
-            if top in NEVER and (top, path.relative_to(root).as_posix()) != ("pickle", MAY_PICKLE):
+            if top in NEVER and (top, path.relative_to(root).as_posix()) not in MAY_PICKLE:
                 found.append(f"{where}: {top} is not used in furlong")
             if home in WITHOUT_PROCESS_GROUPS and name.startswith("torch.distributed"):
                 found.append(f"{where}: {home} knows no process groups")

@@ -44,6 +44,10 @@ class FurlongError(Exception):
         super().__init__(*args)
         self.code = code
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows in place of frames (IPython's protocol)."""
+        return [f"{type(self).__name__}: {self}", *getattr(self, "__notes__", [])]
+
 
 class InfraError(FurlongError):
     """Raised by a custom generate function if a sandbox, a server or the network failed, not the policy.

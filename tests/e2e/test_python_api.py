@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,56 @@ def test_keywords_train_what_the_command_trains(make, model, tmp_path):
     assert run.flags["num_rollout"] == 2
     train(flags(model, tmp_path / "prompts.jsonl", tmp_path / "command", num_rollout=2))
     assert list(map(reproducible, run.rows)) == list(map(reproducible, rows(tmp_path / "command")))
+
+
+def test_a_notebook_trains_on_objects_and_keeps_the_model(model, tmp_path):
+    """As the cells of a notebook do it: closures and a list, under a running loop."""
+    seen: list[dict[str, Any]] = []
+    bonus = 0.25
+
+    def reward(response, label, carry):
+        return len(response) / 8 + (bonus if carry else 0.0)
+
+    async def cell() -> furlong.Run:
+        return furlong.train(
+            model=model,
+            prompt_data=[{"prompt": f"{i}+{i}=", "label": str(2 * i), "carry": i > 4} for i in range(8)],
+            reward=reward,
+            on_step=lambda row: seen.append(row) or row["step"] < 2,
+            rollout_batch_size=4,
+            n_samples_per_prompt=4,
+            num_rollout=5,
+            rollout_max_response_len=8,
+            num_threads=1,
+            use_tensorboard=False,
+            output_dir=tmp_path / "run",
+        )
+
+    run = asyncio.run(cell())
+    assert run.exit_code == 0
+    assert [row["step"] for row in seen] == [1, 2]  # the callback has ended it
+    assert seen[0]["rollout/raw_reward"] == run.rows[0]["rollout/raw_reward"] > 0
+    assert seen[0]["rollout/reward_failed"] == 0
+
+
+def test_a_callback_that_raises_ends_the_run(make):
+    def stop(row):
+        raise ValueError("enough")
+
+    with pytest.raises(furlong.HookError, match=r"on_step raised ValueError: enough\n.*test_python_api.py:\d+ in stop"):
+        furlong.train(**make(), on_step=stop)
+
+
+def test_a_mistake_has_no_frames_of_furlong(make):
+    async def cell() -> None:
+        furlong.train(**make(lr="fast"))
+
+    with pytest.raises(furlong.ConfigError) as caught:
+        asyncio.run(cell())
+    files = [Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert files[-2:] == ["test_python_api.py", "python_api.py"]
+    assert "concurrent" not in "".join(traceback.format_exception(caught.value))
+    assert caught.value._render_traceback_() == [f"ConfigError: {caught.value}"]
 
 
 def test_a_running_event_loop_does_not_matter(make):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import furlong
+from loopback_hub import loopback_hub
 
 SOURCE = Path(furlong.__file__).parent
 
@@ -48,3 +50,31 @@ def test_an_installed_wheel_trains_and_shows_the_run(tmp_path):
     assert "step" in command("report", "outputs/quickstart")
     command("view", "outputs/quickstart", "--export", "page.html")
     assert (home / "page.html").stat().st_size > 10_000
+
+    def script(model: str) -> list[float]:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, model], cwd=home, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    model = site / "furlong/quickstart/model"
+    assert len(script(str(model))) == 2
+    with loopback_hub() as hub:
+        hub.add("models", "tiny/adder", model)
+        env["HF_ENDPOINT"], env["HF_HUB_OFFLINE"] = hub.url, "0"
+        assert len(script("tiny/adder")) == 2
+
+
+SCRIPT = """
+import json, sys
+import furlong
+
+rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(20, 28) for b in range(30, 38)]
+
+def reward(response, label):
+    return float(response.removesuffix("<|im_end|>") == label)
+
+run = furlong.train(model=sys.argv[1], prompt_data=rows, reward=reward, lr=1e-4, rollout_max_response_len=8)
+print(json.dumps([row["rollout/raw_reward"] for row in run.rows]))
+"""

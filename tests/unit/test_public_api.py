@@ -121,7 +121,7 @@ def test_configuration_files_are_keywords_too(keywords, tmp_path):
         ({"rollout_bach_size": 4}, ["rollout_bach_size", "rollout_batch_size"]),
         ({"lr": "fast"}, ["lr", "fast"]),
         ({"lambd": 0.9}, ["lambd"]),
-        ({"custom_rm_path": print}, ["custom_rm_path"]),
+        ({"custom_rm_path": 5}, ["custom_rm_path"]),
         ({"config": "no/such.yaml"}, ["no/such.yaml"]),
     ],
 )

@@ -86,9 +86,9 @@ ROWS = (
         "PX",
         "error",
         symptom="`transformers` cannot find a model, on one node or on some of several.",
-        cause="The folder is missing or incomplete, or it is a name on the hub; furlong does not download models.",
+        cause="The folder is missing or incomplete, or the model is not in the cache of this machine.",
         checked="--hf-checkpoint is a folder with config.json, weights and a readable tokenizer.",
-        remedy="Pass a local folder to --hf-checkpoint; `hf download NAME --local-dir DIR` downloads one.",
+        remedy="Pass a model folder or the name of a model on the Hub to --hf-checkpoint. On a cluster, share HF_HOME.",
         guides=(MQ, SQ),
     ),
     Row(

@@ -41,12 +41,11 @@ def data(words: list[str]) -> int:
 
 def _config(flags: Sequence[str]) -> Config:
     from furlong.config.checks.value_checks import model_problem, prompt_file_problem
-    from furlong.config.command_line import parse
     from furlong.config.evaluation import eval_specs
 
     if flags and not flags[0].startswith("-"):
         raise ConfigError(f"unexpected word {flags[0]}; write --prompt-data {flags[0]}, and --hf-checkpoint DIR")
-    config = parse(flags).config
+    config = _parsed(flags)
     problems: list[str | None] = []
     if config.rollout.hf_checkpoint is None:
         problems.append("--hf-checkpoint is missing: its tokenizer renders and counts the rows; give a model directory")
@@ -60,6 +59,16 @@ def _config(flags: Sequence[str]) -> Config:
     if errors := [problem for problem in problems if problem]:
         raise ConfigError(*errors)
     return config
+
+
+def _parsed(flags: Sequence[str]) -> Config:
+    """Parse flags, without a check of combinations; names on the Hub are resolved, of models without weights."""
+    from furlong.config.command_line import parse, with_local_copies
+
+    resolved, problems = with_local_copies(parse(flags), weights=False)
+    if problems:
+        raise ConfigError(*problems)
+    return resolved.config
 
 
 def _check(config: Config, report: Report) -> int:
@@ -181,11 +190,10 @@ def reward(words: list[str]) -> int:
 
 def _test_reward(options: argparse.Namespace, flags: list[str]) -> int:
     from furlong.config.args_view import Args
-    from furlong.config.command_line import parse
     from furlong.rewards.group_reward import GroupReward
     from furlong.tools.reward_test import call_reward, reward_findings
 
-    config = parse(flags).config
+    config = _parsed(flags)
     if config.reward.rm_type is None and config.reward.custom_rm_path is None:
         raise ConfigError("no reward to test; give --rm-type or --custom-rm-path")
     if config.data.prompt_data is None:

@@ -138,10 +138,12 @@ def _sets(
 
 
 def _is_data(target: str) -> bool:
+    from furlong.config.hub import hub_name
     from furlong.config.task_specs import is_task
 
     file = target.partition("@[")[0]
-    return is_task(target) or os.path.exists(file) or Path(file).suffix in (".jsonl", ".parquet")
+    is_elsewhere = is_task(target) or hub_name(target, "dataset") is not None
+    return is_elsewhere or os.path.exists(file) or Path(file).suffix in (".jsonl", ".parquet")
 
 
 def _endpoint(options: argparse.Namespace) -> EndpointOptions | None:

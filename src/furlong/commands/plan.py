@@ -50,7 +50,7 @@ def plan(words: list[str]) -> int:
             f"--gpus {gpus} has no effect on a complete command; use --actor-num-gpus-per-node, "
             "--rollout-num-gpus and --colocate"
         )
-    resolved = load(words, preset=assumed)
+    resolved = load(words, preset=assumed, weights=False)
     model_config = read_json(Path(str(resolved.config.rollout.hf_checkpoint)) / "config.json")
     config, _, chosen = with_chosen_sizes(resolved.config, resolved.sources, model_config, size)
     memory = plan_memory(config, model_config, size)

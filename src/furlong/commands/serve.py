@@ -16,6 +16,7 @@ from furlong.machine import limit_malloc_arenas, raise_open_file_limit
 
 def serve(words: list[str]) -> int:
     """Check model and port, then load and serve. Raises ConfigError for an invalid model or a port in use."""
+    from furlong.config.hub import resolve_model
     from furlong.models.hf_folder import check_folder
 
     ports = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -31,7 +32,9 @@ def serve(words: list[str]) -> int:
             problems += [] if taken is None else [taken.text()]
         try:
             if options.model_path is not None:
-                check_folder(options.model_path, weights=True, tokenizer=not options.skip_tokenizer_init)
+                folder = resolve_model("--model-path", options.model_path)
+                words = [*words, "--model-path", folder] if folder != options.model_path else words
+                check_folder(folder, weights=True, tokenizer=not options.skip_tokenizer_init)
         except ConfigError as error:
             problems += error.problems
         if problems:

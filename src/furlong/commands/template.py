@@ -51,6 +51,7 @@ def template(words: list[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    from furlong.config.hub import resolve_model
     from furlong.core.chat_template import TEMPLATE_ERRORS
     from furlong.data.prompt import require_template
     from furlong.models.tokenizer import load_tokenizer, read_template
@@ -62,7 +63,7 @@ def _check(options: argparse.Namespace) -> int:
         suggested_template,
     )
 
-    folder = Path(options.hf_checkpoint)
+    folder = Path(resolve_model("--hf-checkpoint", options.hf_checkpoint, weights=False))
     tokenizer = load_tokenizer(folder)
     text = None if options.template is None else read_template(options.template, "--template")
     tokenizer.chat_template = text or tokenizer.chat_template

@@ -10,6 +10,7 @@ from typing import Any
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.commands.output import Report, command_parser, show, show_findings
+from furlong.config.hub import resolve_model
 from furlong.diagnosis.saved_files import check_saved
 from furlong.errors import CheckpointError, ConfigError
 from furlong.files.atomic import atomic_folder, write_atomically
@@ -65,6 +66,9 @@ def check(words: list[str]) -> int:
         "--hf-checkpoint", metavar="DIR", type=Path, help="also check that a Megatron-LM checkpoint matches this model"
     )
     options = parser.parse_args(words)
+    options.folder = Path(resolve_model("DIR", str(options.folder)))
+    if options.hf_checkpoint is not None:
+        options.hf_checkpoint = Path(resolve_model("--hf-checkpoint", str(options.hf_checkpoint)))
     records = check_saved(options.folder)
     if records is not None and options.hf_checkpoint is not None:
         raise ConfigError(f"--hf-checkpoint has no effect: {options.folder} has no weights; remove it")
@@ -161,7 +165,9 @@ def hf_to_megatron(words: Sequence[str]) -> int:
     origin, target = options.source or options.hf_checkpoint, options.target or options.save
     if origin is None or target is None:
         raise ConfigError("furlong convert hf-to-megatron needs a SOURCE and a TARGET (or --hf-checkpoint and --save)")
-    source, config = _source(origin, options.step), Path(options.hf_checkpoint or origin)
+    origin = Path(resolve_model("SOURCE", str(origin)))
+    config = Path(resolve_model("--hf-checkpoint", str(options.hf_checkpoint or origin)))
+    source = _source(origin, options.step)
     _need_config(config)
     name = "release" if options.iteration is None else f"iter_{options.iteration:07d}"
     final = target / name
@@ -193,7 +199,7 @@ def megatron_to_hf(words: Sequence[str]) -> int:
     origin, target = options.source or options.input_dir, options.target or options.output_dir
     if origin is None or target is None or options.hf_checkpoint is None:
         raise ConfigError("furlong convert megatron-to-hf needs a SOURCE, a TARGET and --hf-checkpoint")
-    config = Path(options.hf_checkpoint)
+    config = Path(resolve_model("--hf-checkpoint", str(options.hf_checkpoint)))
     _need_config(config)
     source = _source(origin, options.step)
     _free(target, options.force)
@@ -413,6 +419,7 @@ def _places(options: argparse.Namespace) -> tuple[Path, Path]:
     source, target = options.source or options.model_dir, options.target or options.save_dir
     if source is None or target is None:
         raise ConfigError("give a SOURCE and a TARGET (or --model-dir and --save-dir)")
+    source = Path(resolve_model("SOURCE", str(source)))
     if not (source / "config.json").is_file():
         raise ConfigError(f"{source} has no config.json; give a Hugging Face model folder")
     if source.resolve() == target.resolve():

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from furlong.config.compat import FURLONG_NAMES, VERL_KEYS, find_refusal
 from furlong.config.config_file import FlagValues, is_engine_option, read_config_file, values_from_mapping
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import looks_like_a_flag, many_from_equals, value_from_words, words_from_value
+from furlong.config.hub import resolve_config
 from furlong.config.miles_flags import MILES_FLAGS, MilesFlag
 from furlong.config.named_parts import select_parts
 from furlong.config.passthrough import FIELDS, value_of
@@ -39,16 +40,20 @@ class Resolved:
     """A complete configuration and the source of each value.
 
     `sources` maps a field to "flag", "keyword", "file NAME", "default", "entry point" or "derived: why". `lines` are
-    for the log: parts of the run that values of flags have selected by slime's names.
+    for the log: parts of the run that values of flags have selected by slime's names. `hub`: commits of names on the
+    Hub, whose local copies are in `config`.
     """
 
     config: Config
     sources: Mapping[str, str]
     lines: tuple[str, ...] = ()
+    hub: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def to_json(self) -> str:
         """Return the text of `config.json` in the run directory, without secrets."""
-        return json.dumps({"config": _without_secrets(self.config), "sources": dict(self.sources)}, indent=2) + "\n"
+        hub = {"hub": dict(self.hub)} if self.hub else {}
+        content = {"config": _without_secrets(self.config), "sources": dict(self.sources), **hub}
+        return json.dumps(content, indent=2) + "\n"
 
 
 def parse(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None) -> Resolved:
@@ -64,12 +69,18 @@ def parse(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None) -> Re
     return resolved
 
 
-def load(argv: Sequence[str], *, preset: Mapping[str, Any] | None = None, device_type: str | None = None) -> Resolved:
+def load(
+    argv: Sequence[str],
+    *,
+    preset: Mapping[str, Any] | None = None,
+    device_type: str | None = None,
+    weights: bool = True,
+) -> Resolved:
     """`parse` and `validate`. Raises ConfigError with every problem of both.
 
-    `device_type` ("cpu" or "cuda"), if known, enables checks that depend on it.
+    `device_type` ("cpu" or "cuda"), if known, enables checks that depend on it. `weights` as in `examine`.
     """
-    resolved, problems = examine(argv, preset=preset, device_type=device_type)
+    resolved, problems = examine(argv, preset=preset, device_type=device_type, weights=weights)
     if problems:
         raise ConfigError(*problems)
     return resolved
@@ -81,9 +92,11 @@ def examine(
     preset: Mapping[str, Any] | None = None,
     keywords: Mapping[str, Any] | None = None,
     device_type: str | None = None,
+    weights: bool = True,
 ) -> tuple[Resolved, list[Problem]]:
     """Like `load`, but return the problems, and the configuration as far as it could be read.
 
+    Names on the Hub are resolved to local copies; without `weights`, of models only configuration and tokenizer.
     `keywords` are flags as Python values, by name with underscores; they override flags in `argv`.
     """
     resolved, parts = _read(argv, preset or {}, keywords or {})
@@ -92,12 +105,23 @@ def examine(
         return resolved, problems
     # A flag that is misspelled or has a wrong value is reported once, not again as missing.
     wrong_flags = {flag for part in parts for flag in part.wrong_flags}
+    resolved, not_found = with_local_copies(resolved, weights=weights)
+    problems += not_found
+    wrong_flags |= {problem.split()[0] for problem in not_found}
     for problem in validate(resolved.config, device_type=device_type):
         if wrong_flags.isdisjoint(word.strip(".,:;()`'\"").split("=")[0] for word in problem.split()):
             problems.append(problem)
     # what is wrong with the value of a flag that has no effect is left out
     idle = {flag for problem in problems if problem.row == NO_EFFECT and (flag := problem.split()[0]).startswith("--")}
     return resolved, [each for each in problems if each.row == NO_EFFECT or each.split()[0] not in idle]
+
+
+def with_local_copies(resolved: Resolved, *, weights: bool) -> tuple[Resolved, list[Problem]]:
+    """Replace names on the Hub by local copies. Returns the problems, and keeps the names that have one."""
+    copies, commits, problems = resolve_config(resolved.config, weights=weights)
+    config = config_from_values(copies, resolved.config)
+    lines = [f"{name} on the Hub: commit {commit}" for name, commit in commits.items()]
+    return dataclasses.replace(resolved, config=config, lines=(*resolved.lines, *lines), hub=commits), problems
 
 
 def argv_from_config(config: Config) -> list[str]:

@@ -18,6 +18,7 @@ from furlong.config.command_line import config_from_values
 from furlong.config.config_file import read_yaml
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import value_from_yaml
+from furlong.config.hub import Commits, recorded_commits, resolve_data
 from furlong.config.sections import Config
 from furlong.core.text import did_you_mean, shortened
 from furlong.errors import ConfigError
@@ -76,13 +77,14 @@ def _from_file(path: Path, config: Config) -> list[EvalSpec]:
     if not isinstance(shared, dict):
         raise ConfigError(f"--eval-config {path}: `defaults` is {shortened(shared)}, expected keys and values")
     specs: list[EvalSpec] = []
+    commits = recorded_commits(config)
     for i, row in enumerate(section["datasets"], start=1):
         where = f"--eval-config {path}: dataset {i}"
         if not isinstance(row, dict):
             problems.append(f"{where} is {shortened(row)}, expected keys and values, at least `name` and `path`")
             continue
         where += f" ({row['name']})" if row.get("name") else ""
-        values, wrong = _values(where, {**shared, **row})
+        values, wrong = _values(where, {**shared, **row}, commits)
         problems += wrong
         if not wrong:
             own = {key: values.pop(key) for key in ("name", "path", "metadata_overrides") if key in values}
@@ -109,7 +111,7 @@ def _section(path: Path) -> dict[str, Any]:
     return section
 
 
-def _values(where: str, row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _values(where: str, row: dict[str, Any], commits: Commits) -> tuple[dict[str, Any], list[str]]:
     """Return the values of a set by the fields of their flags, and the problems."""
     values: dict[str, Any] = {}
     specs, fields = flag_specs(Config), _fields()
@@ -125,9 +127,12 @@ def _values(where: str, row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]
             if not isinstance(value, dict):
                 problems.append(f"{where}, {key}: got {shortened(value)}, expected keys and values")
         elif key in ("name", "path"):
-            values[key] = str(value)
             if key == "name" and (problem := set_name_problem(f"{where}, name", str(value))):
                 problems.append(problem)
+            try:
+                values[key] = resolve_data(f"{where}, path", str(value), commits) if key == "path" else str(value)
+            except ConfigError as error:
+                return values, [*problems, *error.problems]
         else:
             try:
                 values[fields[key]] = _checked(specs.get(f"eval_{key}", specs[fields[key]]), value)

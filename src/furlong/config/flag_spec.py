@@ -109,7 +109,8 @@ class FlagSpec:
     `kind` is its syntax: value `--x V`, switch `--x`, off_switch `--disable-x` (the field is True without it),
     tristate `--x` / `--no-x`, many `--x A B`, append `--x A --x B`, json `--x '{...}'`. Of each tuple in `needs`
     at least one condition must hold; `excludes` are fields that conflict with this one; `bound` compares it with
-    another. `instead`: what happens instead of what a flag of slime asks for; setting it is a notice.
+    another. `instead`: what happens instead of what a flag of slime asks for; setting it is a notice. `hub`: what a
+    value may be the name of on the Hub (`config.hub`).
     """
 
     section: str
@@ -128,6 +129,7 @@ class FlagSpec:
     is_secret: bool = False
     instead: str = ""
     metavar: str = ""
+    hub: Literal["", "model", "dataset"] = ""
 
     @property
     def type_name(self) -> str:
@@ -169,6 +171,7 @@ def flag(
     choices: Iterable[str] = (),
     instead: str = "",
     metavar: str = "",
+    hub: Literal["", "model", "dataset"] = "",
 ) -> Any:
     """Declare a field of a section as a flag.
 
@@ -186,11 +189,12 @@ def flag(
         choices: The accepted words, unless they follow from the type.
         instead: What happens instead, for a flag that is accepted from slime's scripts and has no effect.
         metavar: The value in help, such as DIR. Default: FILE.py:FUNCTION if the field ends in `_path`, else the type.
+        hub: Whether a value may also be the name of a model or data set on the Hub.
     """
     settings = {"help": help, "name": name, "kind": kind, "within": within, "needs": needs, "instead": instead}
     settings["metavar"] = metavar
     settings |= {"excludes": tuple(excludes.split()), "secret": secret, "choices": tuple(choices)}
-    settings["bound"] = tuple(bound.split()) or None
+    settings |= {"bound": tuple(bound.split()) or None, "hub": hub}
     metadata = {_METADATA_KEY: settings}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=typing.cast(dict[str, Any], default).copy, metadata=metadata)
@@ -247,6 +251,7 @@ def _spec(section: str, field: dataclasses.Field[Any], annotation: Any) -> FlagS
         is_secret=settings["secret"],
         instead=settings["instead"],
         metavar=settings["metavar"],
+        hub=settings["hub"],
     )
 
 

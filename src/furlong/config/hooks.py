@@ -1,8 +1,8 @@
 """User functions named by flags, and checks of their signatures before the run starts.
 
 Signatures are those of slime, so functions written for it work unchanged; further parameters with defaults and
-`**kwargs` are allowed. Rewards may also have TRL's form `reward_func(prompts, completions, **kwargs) -> list[float]`,
-or be a verifier `fn(response, label, metadata) -> float`.
+`**kwargs` are allowed. Rewards may also have the form `reward(response, label, ...) -> float`, whose parameters are
+chosen by name, and TRL's form `reward_func(prompts, completions, **kwargs) -> list[float]`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ GenerateFunction = Callable[[Args, Sample, dict[str, Any]], Awaitable[Sample | l
 """`--custom-generate-function-path`: args, sample and sampling parameters; returns the sample, or several."""
 Reward = float | Mapping[str, Any] | None
 RewardFunction = Callable[..., Reward | Awaitable[Reward]]
-"""`--custom-rm-path`: `fn(args, sample, **kwargs)`; returns a number, or a mapping that `--reward-key` reads."""
+"""`--custom-rm-path`: `fn(response, label, ...)`, or slime's `fn(args, sample, **kwargs)`; returns a number, or a
+mapping that `--reward-key` reads."""
 GroupRewardFunction = Callable[..., "list[Reward] | Awaitable[list[Reward]]"]
 """`--custom-rm-path` with `--group-rm`: `fn(args, samples, **kwargs)`; returns one reward per sample."""
 GroupFilter = Callable[..., Any]
@@ -155,9 +156,7 @@ def check_signature(hook: Hook, function: Function) -> str | None:
         style = reward_style(function) if hook.flag == "--custom-rm-path" else "single"
         if style == "trl":
             signature.bind(**dict.fromkeys(n for n, p in signature.parameters.items() if p.kind not in _VARIADIC))
-        elif style == "verifier":
-            signature.bind("response", "label", {})
-        else:
+        elif style in ("single", "batch"):
             names = accepted_keywords(function, hook.keywords) if hook.drops_keywords else hook.keywords
             signature.bind(*hook.positional, **dict.fromkeys(names))
     except TypeError as error:

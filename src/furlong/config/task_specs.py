@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import parse_qsl
 
+from furlong.core import user_objects
 from furlong.core.json_values import written_value
 from furlong.core.text import did_you_mean, shortened
 from furlong.errors import ConfigError
@@ -28,8 +29,8 @@ _FORM = f"write {PREFIX}NAME, {PREFIX}NAME?key=value&key=value, or several with 
 
 
 def is_task(path: str) -> bool:
-    """Return whether `path` names procedural tasks and not a file."""
-    return path.startswith((PREFIX, EPISODES))
+    """Return whether `path` names procedural tasks or rows in this process and not a file."""
+    return path.startswith((PREFIX, EPISODES, user_objects.PREFIX))
 
 
 def num_episodes(text: str) -> int | None:
@@ -104,9 +105,11 @@ def parse_tasks(text: str) -> TaskMixture:
 
 
 def tasks_problem(flag: str, path: str) -> str | None:
-    """Return why `path` does not name procedural tasks; None if it does."""
+    """Return why `path` does not name procedural tasks or rows in this process; None if it does."""
     try:
-        if num_episodes(path) is None:
+        if user_objects.object_name(path) is not None:
+            user_objects.find_object(path)
+        elif num_episodes(path) is None:
             parse_tasks(path)
     except ConfigError as error:
         return f"{flag} {error}"

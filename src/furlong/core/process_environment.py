@@ -1,10 +1,12 @@
-"""Installed packages, and the variables that processes get: the API key of the engine servers, those of agents."""
+"""Installed packages, the stream of the log, and the variables that processes get: API keys, those of agents."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
+from typing import TextIO
 
 SESSIONS_KEY_VARIABLE = "FURLONG_SESSIONS_KEY"  # that applications send to take sessions
 API_KEY_VARIABLE = "FURLONG_API_KEY"  # passed in the environment: other users can read command lines with `ps`
@@ -51,6 +53,11 @@ def is_secret(name: str) -> bool:
     (True, True, False, False)
     """
     return bool(SECRET.search(name.upper().replace("TOKENIZER", "")))
+
+
+def log_stream() -> TextIO:
+    """Return the stream of log lines: stderr, but stdout in a notebook, which shows stderr as an error."""
+    return sys.stdout if "ipykernel" in sys.modules else sys.stderr
 
 
 def installed_version(name: str) -> str | None:

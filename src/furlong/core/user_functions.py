@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from furlong.core.slime_modules import NotInFurlongError
 from furlong.core.text import did_you_mean
 from furlong.core.user_modules import assignment_of, import_module_of, split_path
+from furlong.core.user_objects import set_objects
 from furlong.errors import ConfigError
 
 Function = Callable[..., Any]
-RewardStyle = Literal["single", "batch", "trl", "verifier"]
+RewardStyle = Literal["single", "batch", "trl", "named"]
+RESPONSE_NAMES = ("response", "solution_str")  # one of them makes a reward function "named"
+
+
+def use_objects(objects: Mapping[str, Any]) -> None:
+    """Make these the objects with paths `python:name`, in place of earlier ones."""
+    set_objects(objects)
+    load_function.cache_clear()
 
 
 @functools.cache
@@ -52,13 +60,14 @@ def accepted_keywords(function: Function, names: tuple[str, ...]) -> tuple[str, 
 def reward_style(function: Function) -> RewardStyle:
     """Return the calling convention of a reward function, determined by its parameter names.
 
-    "single": slime's `fn(args, sample, **kw)` -> float or dict; "batch": slime's `fn(args, samples, **kw)` -> list, of
-    a group; "trl": `fn(prompts, completions, **columns)` -> list, of a group; "verifier", furlong's own:
-    `fn(response, label, metadata)` -> float.
+    "named", furlong's own: `fn(response, label, ...) -> float`, called with the parameters that it names
+    (`rewards.custom_reward`), which include those of verl; "trl": `fn(prompts, completions, **columns)` -> list, of a
+    group; "single": slime's `fn(args, sample, **kw)` -> float or dict; "batch": slime's `fn(args, samples, **kw)` ->
+    list, of a group.
     """
     names = list(inspect.signature(function).parameters)
     if "completions" in names:
         return "trl"
-    if names[:2] == ["response", "label"]:
-        return "verifier"
+    if names[:1] != ["args"] and not {*RESPONSE_NAMES}.isdisjoint(names):
+        return "named"
     return "batch" if names[1:2] == ["samples"] else "single"

@@ -14,6 +14,7 @@ from types import ModuleType
 from furlong.core import slime_modules
 from furlong.core.text import nearest_path
 from furlong.core.user_code import describe_exception, message_of, place_of
+from furlong.core.user_objects import USER_OBJECTS, find_object, object_name
 from furlong.errors import ConfigError, EndedBySignal
 
 
@@ -59,6 +60,9 @@ def import_module_of(path: str) -> ModuleType:
     """
     slime_modules.install()
     module_name, _ = split_path(path)
+    if object_name(path) is not None:
+        find_object(path)
+        return USER_OBJECTS
     return _module_of_file(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
 
 

@@ -1,10 +1,10 @@
 """Worker processes of reward functions, environments and agent functions: both sides of their protocol.
 
-A frame is a length in four bytes (big-endian) followed by that many bytes of JSON; nothing is pickled. The run sends
-calls, withdraws them, asks where a call hangs, and answers questions of a call; the worker reports when a call begins,
-its result, and those questions. Functions that are not async are called one at a time in the main thread, async ones
-in the event loop of another thread. A worker runs under `process_supervisor`, which kills everything that it started
-at its end, and ends with the run.
+A frame is a length in four bytes (big-endian) followed by that many bytes of JSON. The run sends calls, before them the
+objects of `furlong.train` that they use (`user_objects`), withdraws them, asks where a call hangs, and answers
+questions of a call; the worker reports when a call begins, its result, and those questions. Functions that are not
+async are called one at a time in the main thread, async ones in the event loop of another thread. A worker runs under
+`process_supervisor`, which kills everything that it started at its end, and ends with the run.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import orjson
 from furlong import errors
 from furlong.core.supervised_process import ProcessLimits, Supervisor, ending_of
 from furlong.core.user_code import describe_exception, frame_place, is_user_file, message_of
+from furlong.core.user_objects import USER_OBJECTS, object_name, packed
 
 Message = dict[str, Any]
 Asked = Callable[[str, Mapping[str, Any]], Awaitable[Any]]  # answers a question of a call: its name and values
@@ -118,6 +119,7 @@ class Worker:
         self._pending: dict[int, _Pending] = {}
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._objects: set[str] = set()  # that the process has
         self._hung: tuple[int, str] | None = None  # the call that did not return in time, and where it was
         self._is_overdue = False
         self._reader = asyncio.create_task(self._read())
@@ -145,11 +147,15 @@ class Worker:
     ) -> Any:
         """Make a call and return its value; `started` is called when it begins. Raises what the call raises.
 
-        A worker that does not answer within `timeout_s` is killed. Raises WorkerEndedError if the worker ends first,
-        and TypeError for fields without a JSON form.
+        The process gets the object that `path` in the fields names, if it is one of `furlong.train`. A worker that does
+        not answer within `timeout_s` is killed. Raises WorkerEndedError if the worker ends first, and TypeError for
+        fields without a JSON form.
         """
-        number = next(self._numbers)
+        number, name = next(self._numbers), object_name(fields.get("path"))
         frame = _frame({"id": number, "method": method, **fields})
+        if name is not None and name not in self._objects:
+            self._objects.add(name)
+            frame = _frame({"object": name, "packed": packed(name)}) + frame
         if self.ending:
             raise WorkerEndedError(self.ending)
         pending = _Pending(asyncio.get_running_loop().create_future(), method, started, asked)
@@ -428,6 +434,8 @@ class WorkerSide:
                             answer.set_exception(_remote_error(**message["error"]))
                         else:
                             answer.set_result(message["value"])
+                    elif "object" in message:
+                        USER_OBJECTS.packed[message["object"]] = message["packed"]
                     elif "cancel" in message:
                         self._loop.call_soon_threadsafe(self._cancel, message["cancel"])
                     elif "locate" in message:

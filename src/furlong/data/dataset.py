@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, cast
 
 from furlong.config.task_specs import TaskMixture, TaskSpec, num_episodes, parse_tasks
 from furlong.core.task_entries import task_entry
+from furlong.core.text import shortened
+from furlong.core.user_objects import find_object
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RowFilter
 from furlong.data.prompt_path import PromptDataPath
-from furlong.data.row_readers import ArrowRows, Cursor, JsonLines, ParquetRows, RawRow, RowReader
+from furlong.data.row_readers import ArrowRows, Cursor, JsonLines, ParquetRows, RawRow, RowReader, without_nulls
 from furlong.data.source import PromptTable, prompt_settings, shuffled
 from furlong.data.tokenized import TOKENS, TokenizedRenderer, check_settings, read_tokenizer_settings
 from furlong.errors import CheckpointError, ConfigError, DataError
@@ -69,6 +71,8 @@ def open_reader(location: PromptDataPath, prompt_format: PromptFormat, *columns:
             return ParquetRows(location.path, names)
         case "arrow":
             return ArrowRows(location.path, location.files(), names)
+        case "objects":
+            return ObjectRows(find_object(str(location.path)), str(location.path), prompt_format)
         case "tasks":
             text = str(location.path)
             return TaskRows(text, prompt_format) if num_episodes(text) is None else EpisodeRows(text, prompt_format)
@@ -235,6 +239,34 @@ class PromptStream:
                 at = (self._block, self._block_start, self._rendered)
                 self._ready.append((at, cast(Prompt, result)))
         return True
+
+
+class ObjectRows:
+    """Rows in this process: a list of dicts, a data set of `datasets`, or an iterable that can be read several times.
+
+    Columns that the format does not name are metadata.
+    """
+
+    def __init__(self, rows: Any, name: str, prompt_format: PromptFormat) -> None:
+        self._rows, self._name, self._format = rows, name, prompt_format
+        self.num_rows: int | None = len(rows) if hasattr(rows, "__len__") else None
+        self.row_bytes: int | None = None
+
+    def read(self, cursor: Cursor) -> Iterator[RawRow]:
+        """Yield rows from `cursor` on. Raises DataError for one that is not a mapping."""
+        for row, values in enumerate(islice(self._rows, cursor.row, None), cursor.row):
+            where = f"{self._name} row {row}"
+            if not isinstance(values, Mapping):
+                raise DataError(f"{where} is {shortened(values)}, expected a dict of columns")
+            plain = {name: without_nulls(value) for name, value in cast("Any", values).items()}
+            yield RawRow(row, where, Cursor(row + 1), self._columns(plain))
+
+    def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
+        key, columns = self._format.metadata_key, self._format.columns
+        if key is None or not (others := {name: value for name, value in values.items() if name not in columns}):
+            return values
+        own = values.get(key)
+        return {**values, key: {**others, **own} if isinstance(own, Mapping) else own or others}
 
 
 class TaskRows:

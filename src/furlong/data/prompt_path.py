@@ -17,13 +17,15 @@ import xxhash
 from furlong.config.checks.value_checks import split_slice
 from furlong.config.task_specs import PACKAGE, is_task, num_episodes
 from furlong.core.text import shortened
+from furlong.core.user_objects import find_object, object_name
 from furlong.errors import ConfigError, DataError
 
 HASHED_BYTES = 1 << 20
+HASHED_ROWS = 1024
 AGAIN = "copy the folder again, or save the dataset again with save_to_disk"
 STATE, SPLITS = "state.json", "dataset_dict.json"  # in folders of save_to_disk
 
-DataKind = Literal["jsonl", "parquet", "arrow", "tasks"]
+DataKind = Literal["jsonl", "parquet", "arrow", "tasks", "objects"]
 # Errors of libraries that read damaged content.
 DAMAGE = (
     pa.ArrowException,
@@ -93,7 +95,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class PromptDataPath:
-    """A data file or folder, or procedural tasks, and a slice of its rows, as in `--prompt-data`.
+    """A data file or folder, procedural tasks, or rows in this process, and a slice of them, as in `--prompt-data`.
 
     >>> PromptDataPath.parse("math.jsonl@[100:]")
     PromptDataPath(path=PosixPath('math.jsonl'), start=100, stop=None)
@@ -123,7 +125,7 @@ class PromptDataPath:
         """The format, from the suffix or the content of the folder. Raises DataError if it is unknown."""
         path = self.path
         if is_task(str(path)):
-            return "tasks"
+            return "tasks" if object_name(str(path)) is None else "objects"
         if path.is_dir():
             if (path / STATE).is_file():
                 return "arrow"
@@ -148,8 +150,8 @@ class PromptDataPath:
             )
 
     def files(self) -> list[Path]:
-        """Return the files with rows, in row order; [] for procedural tasks."""
-        if self.kind == "tasks":
+        """Return the files with rows, in row order; [] for procedural tasks and objects."""
+        if self.kind in ("tasks", "objects"):
             return []
         return arrow_files(self.path) if self.kind == "arrow" else [self.path]
 
@@ -158,6 +160,8 @@ class PromptDataPath:
         if self.kind == "tasks":
             package = None if num_episodes(str(self.path)) else version(PACKAGE)
             return {"tasks": str(self.path), "package": package, "slice": self.slice_text}
+        if self.kind == "objects":
+            return {**object_fingerprint(find_object(str(self.path))), "slice": self.slice_text}
         files = [SourceFile(path) for path in self.files()]
         return {
             "size": sum(file.num_bytes for file in files),
@@ -165,6 +169,15 @@ class PromptDataPath:
             "tail": _checksum(files[-1], max(0, files[-1].num_bytes - HASHED_BYTES)),
             "slice": self.slice_text,
         }
+
+
+def object_fingerprint(rows: Any) -> dict[str, Any]:
+    """Return the number of rows and hashes of the first and last ones; only a mark for an iterable without a length."""
+    if not hasattr(rows, "__len__"):
+        return {"size": None}
+    places = {"head": range(min(HASHED_ROWS, len(rows))), "tail": range(max(0, len(rows) - HASHED_ROWS), len(rows))}
+    texts = {name: json.dumps([rows[i] for i in indices], default=repr) for name, indices in places.items()}
+    return {"size": len(rows), **{name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}}
 
 
 def _checksum(file: SourceFile, start: int) -> str:
@@ -218,5 +231,5 @@ def _folder_problem(folder: Path) -> str:
         return f"{folder} cannot be read: {error.strerror or error}; check its permissions"
     return (
         f"{folder} was not written by datasets' save_to_disk (no {STATE}; it contains {inside}); "
-        "use a .jsonl or .parquet file, or write the folder with save_to_disk (pip install 'furlong-rl[datasets]')"
+        "use a .jsonl or .parquet file, or write the folder with save_to_disk"
     )

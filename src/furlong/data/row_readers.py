@@ -177,7 +177,7 @@ def _table_rows(file: SourceFile, batches: Any, first: int, end: int, skip_to: i
                 row,
                 f"{file.path} row {row}",
                 Cursor(row + 1),
-                {name: _without_nulls(value) for name, value in values.items()},
+                {name: without_nulls(value) for name, value in values.items()},
             )
             row += 1
     if row != end:
@@ -186,11 +186,11 @@ def _table_rows(file: SourceFile, batches: Any, first: int, end: int, skip_to: i
         )
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Remove nulls inside a nested value: Arrow adds one for every key that another row of the column has."""
     if isinstance(value, dict):
         items = cast("dict[str, Any]", value).items()
-        return {key: _without_nulls(item) for key, item in items if item is not None}
+        return {key: without_nulls(item) for key, item in items if item is not None}
     if isinstance(value, list):
-        return [_without_nulls(item) for item in cast("list[Any]", value)]
+        return [without_nulls(item) for item in cast("list[Any]", value)]
     return value

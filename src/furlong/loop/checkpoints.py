@@ -92,7 +92,8 @@ class Checkpoints:
     path of that export at the end of the run, which the run may end without if it is not `needs_model`. finish_export:
     called with the folder before it is renamed to its path. flag: the flag that set `load_dir`, for messages.
     in_background: whether to write files while training continues. inputs: recorded in each checkpoint, and compared
-    with those in the one that is loaded.
+    with those in the one that is loaded. hub: commits of names on the Hub, which a run that resumes reads
+    (`config.hub`).
     """
 
     save_dir: Path | None = None
@@ -108,6 +109,7 @@ class Checkpoints:
     flag: str = "--load"
     in_background: bool = False
     inputs: RunInputs | None = None
+    hub: Mapping[str, str] = field(default_factory=dict[str, str])
     _writing: BackgroundWrite = field(default_factory=BackgroundWrite, init=False, compare=False)
     _changes: list[Change] = field(default_factory=list[Change], init=False, compare=False)  # accepted by `restore`
 
@@ -244,6 +246,7 @@ class Checkpoints:
             "ahead": names,
             "num_threads": torch.get_num_threads(),  # the order of sums depends on it
             **({"groups": len(groups)} if groups else {}),
+            **({"hub": dict(self.hub)} if self.hub else {}),
             **position,
         }
         pending.add_text(folder / STATE, json.dumps(state))

@@ -36,8 +36,7 @@ def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool =
         close = difflib.get_close_matches(folder.name, names, n=3)
         hint = f"; {folder.parent} contains {', '.join(close)}" if close else ""
         raise ConfigError(
-            f"no such model folder: {folder}{hint}. Give a local folder, not a hub name; "
-            f"`hf download {folder} --local-dir DIR` downloads one"
+            f"no such model folder: {folder}{hint}; give a model folder, or the name of a model on the Hub"
         )
     needed = [("config.json",)]
     needed += [WEIGHT_FILES] if weights else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +49,8 @@ class CustomReward:
             return [Outcome.failed(describe_exception(error))] * len(samples)
         return self._outcomes(value, len(samples))
 
-    async def score_async(self, args: Any, samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
-        """Call an async function, and cancel it after `timeout_s`."""
+    async def score_async(self, args: Any, samples: Sequence[Sample], timeout_s: float | None) -> list[Outcome]:
+        """Call an async function, and cancel it after `timeout_s`; None for no limit."""
 
         async def score() -> list[Outcome]:
             try:
@@ -66,7 +66,7 @@ class CustomReward:
             done, _ = await asyncio.wait({scoring}, timeout=timeout_s)
         finally:
             scoring.cancel()
-        if done:
+        if done or timeout_s is None:
             return scoring.result()
         details = f"it did not return from {location_of(self.call)}"
         return [Outcome.timed_out(timeout_s, details=details)] * len(samples)
@@ -77,10 +77,44 @@ class CustomReward:
                 return self.call(args, samples[0])
             case "batch":
                 return self.call(args, list(samples))
-            case "verifier":
-                return self.call(samples[0].response, samples[0].label, samples[0].metadata)
+            case "named":
+                positional, keywords = self._named(samples[0])
+                return self.call(*positional, **keywords)
             case "trl":
                 return self.call(**self._columns(args, samples))
+
+    def _named(self, sample: Sample) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of a "named" function. Raises RewardError for a parameter that has no value."""
+        columns = {**sample.metadata, "prompt": sample.prompt, "response": sample.response, "label": sample.label}
+        columns |= {"metadata": sample.metadata, "sample": sample}
+        values = columns | {
+            "solution_str": sample.response,  # verl's names
+            "ground_truth": sample.label,
+            "extra_info": sample.metadata,
+        }
+        positional: list[Any] = []
+        keywords: dict[str, Any] = {}
+        parameters = inspect.signature(self.call).parameters
+        for place, (name, parameter) in enumerate(parameters.items()):
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                keywords |= {key: value for key, value in columns.items() if key not in parameters}
+                continue
+            if name in values:
+                value = values[name]
+            elif parameter.default is not inspect.Parameter.empty:
+                value = parameter.default
+            elif place == 2 and [*parameters][:2] == ["response", "label"]:
+                value = sample.metadata  # the third parameter of a verifier, whatever its name
+            else:
+                raise RewardError(
+                    f"the reward function {self.name} has the parameter {name}, which is none of {', '.join(values)}; "
+                    "name a column of the row's metadata, or give the parameter a default"
+                )
+            if parameter.kind in _POSITIONAL:
+                positional.append(value)
+            elif parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                keywords[name] = value
+        return positional, keywords
 
     def _outcomes(self, value: Any, num_samples: int) -> list[Outcome]:
         outcomes = outcomes_from_list(value, num_samples) if self.is_of_group else [outcome_from_value(value)]
@@ -120,8 +154,8 @@ def custom_reward(call: Callable[..., Any], *, name: str, group: bool) -> Custom
     has_two = sum(kind in _POSITIONAL for kind in kinds) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
     if style == "single" and not has_two:
         raise RewardError(
-            f"the reward function {name} has the parameters ({', '.join(names)}); it must take (args, sample, **kw), "
-            "(args, samples, **kw), or TRL's (prompts, completions, **columns)"
+            f"the reward function {name} has the parameters ({', '.join(names)}); it must take (response, label), "
+            "(args, sample, **kw), (args, samples, **kw), or TRL's (prompts, completions, **columns)"
         )
     if style == "single" and group:
         style = "batch"
@@ -141,3 +175,61 @@ def load_reward(path: str, *, group: bool = False) -> CustomReward:
         problem = str(error) if cause is None else f"{path} cannot be loaded: {describe_exception(cause)}"
         raise RewardError(f"the reward function {problem}") from error
     return custom_reward(function, name=path, group=group)
+
+
+SUM = "total"  # key of the value to train on, in the rewards of a `RewardSum`
+
+
+class _Sum:
+    """Several reward functions, by name."""
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self.functions = dict(functions)
+
+    def _loaded(self) -> dict[str, CustomReward]:
+        return {name: custom_reward(each, name=name, group=False) for name, each in self.functions.items()}
+
+    def _sums(self, outcomes: Mapping[str, Sequence[Outcome]], num_samples: int) -> list[Outcome]:
+        sums: list[Outcome] = []
+        for i in range(num_samples):
+            parts = {name: each[i] for name, each in outcomes.items()}
+            problem = next((part for part in parts.values() if part.kind != "scored"), None)
+            values = {name: part.reward for name, part in parts.items()}
+            if problem is None and (wrong := [name for name, value in values.items() if isinstance(value, dict)]):
+                problem = Outcome.failed(f"{wrong[0]} returned a dict; return a number from each of several functions")
+            if problem is None:
+                total = sum(value for value in values.values() if isinstance(value, float))
+                problem = Outcome.scored({**values, SUM: total})
+            sums.append(problem)
+        return sums
+
+
+class RewardSum(_Sum):
+    """The sum of several reward functions: a dict with the value of each by name, and `SUM`. Scores a group at a time.
+
+    A sample that one of them fails to score is not scored.
+    """
+
+    def __call__(self, args: Any, samples: Sequence[Sample]) -> list[Outcome]:
+        """Score the samples of a group with functions that are not async."""
+        outcomes: dict[str, list[Outcome]] = {}
+        for name, function in self._loaded().items():
+            groups = [samples] if function.is_of_group else [[sample] for sample in samples]
+            outcomes[name] = [outcome for group in groups for outcome in function.score(args, group)]
+        return self._sums(outcomes, len(samples))
+
+
+class AsyncRewardSum(_Sum):
+    """A `RewardSum` of which one function or more is async."""
+
+    async def __call__(self, args: Any, samples: Sequence[Sample]) -> list[Outcome]:
+        """Score the samples of a group; calls of async functions run concurrently."""
+        outcomes: dict[str, list[Outcome]] = {}
+        for name, function in self._loaded().items():
+            groups = [samples] if function.is_of_group else [[sample] for sample in samples]
+            if function.is_async:
+                scored = await asyncio.gather(*(function.score_async(args, group, None) for group in groups))
+            else:
+                scored = [function.score(args, group) for group in groups]
+            outcomes[name] = [outcome for group in scored for outcome in group]
+        return self._sums(outcomes, len(samples))

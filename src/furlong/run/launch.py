@@ -21,7 +21,7 @@ from furlong.config.sections import CheckpointFlags, Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.garbage import import_without_gc, raise_gc_threshold
 from furlong.core.model_config import read_json
-from furlong.core.user_code import describe_exception, passes, place_of
+from furlong.core.user_code import describe_exception, passes, place_of, with_hook_errors
 from furlong.diagnosis.preflight import preflight
 from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import (
@@ -133,10 +133,33 @@ def check_before_run(resolved: Resolved, problems: Sequence[Problem] = ()) -> li
     return findings
 
 
+class StepCallback:
+    """Calls the `on_step` of `furlong.train` with each record; the run ends after a step for which it returns False."""
+
+    def __init__(self, function: Callable[[dict[str, Any]], object], stop: Callable[[], None]) -> None:
+        self._function, self._stop = with_hook_errors(function, "on_step"), stop
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Call the function. Raises HookError with what it raises."""
+        if self._function({"step": step, **metrics}) is False:
+            self._stop()
+
+    def close(self) -> None:
+        """Keep nothing."""
+
+
 def run_in_folder(
-    folder: Path, resolved: Resolved, findings: Sequence[Diagnosis], interrupt: Interrupt | None = None
+    folder: Path,
+    resolved: Resolved,
+    findings: Sequence[Diagnosis],
+    interrupt: Interrupt | None = None,
+    *,
+    on_step: Callable[[dict[str, Any]], object] | None = None,
 ) -> int:
-    """Train in an existing folder; returns the number of rollouts trained. `interrupt` ends the run early."""
+    """Train in an existing folder; returns the number of rollouts trained. `interrupt` ends the run early.
+
+    on_step: called with each step's record; see `StepCallback`.
+    """
     config = resolved.config
     disable_nccl_cumem()
     keep_compile_caches(config.cluster.compile_cache_dir)
@@ -162,6 +185,9 @@ def run_in_folder(
             fault = resolved.config.fault
             with HangWatchdog(folder, seconds=fault.hang_timeout, stops=fault.on_hang) as hang:
                 built = build(resolved, folder)
+                if on_step is not None:
+                    trackers = [*built.parts.trackers, StepCallback(on_step, built.watch.stop)]
+                    built = replace(built, parts=replace(built.parts, trackers=trackers))
                 hang.observe(built.watch, depths=built.queues, stacks=built.parts.trainer.stack_traces)
                 try:
                     with record_outcome(built.watch, findings, threads=threads.count), EndSignals() as signals:

@@ -1,4 +1,4 @@
-"""Training from Python: `furlong.train(**flags)` and the `Run` that it returns."""
+"""Training from Python: `furlong.train` and the `Run` that it returns."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from html import escape
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from furlong.catalogue import Problem
-from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG, Resolved, examine
+from furlong.config.command_line import Resolved, examine
 from furlong.config.sections import Config
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, FurlongError
 from furlong.run.folder import run_folder
 from furlong.run.launch import Interrupt, check_before_run, run_in_folder
+from furlong.run.python_arguments import Environments, Rewards, Rows, read_call
 from furlong.run.signals import EXIT_CODES
 from furlong.tools.run_diff import summarize
 from furlong.tracking.run_files import EVENTS, METRICS, read_flags, read_intact_rows
+
+if TYPE_CHECKING:
+    from furlong.run.train_flags import TrainFlags  # pyright: ignore[reportMissingModuleSource]  a generated stub
 
 T = TypeVar("T")
 REFRESH_S = 2.0  # between two updates of a live display in a notebook
@@ -38,6 +42,16 @@ class Run:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+
+    @property
+    def model_path(self) -> Path:
+        """The folder of the trained model, in Hugging Face format. Raises ConfigError if the run has not written it."""
+        saved = self.flags.get("save_hf")
+        steps = [row["step"] for row in self.rows]
+        folder = Path(saved.replace("{rollout_id}", str(max(steps, default=0)))) if saved else self.folder / "model"
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{self.folder}: the run has not written its model to {folder}; see its log")
+        return folder
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -100,61 +114,97 @@ def _pandas() -> Any | None:
         return None
 
 
-def configure(**flags: Any) -> Config:
-    """Return the configuration that `train(**flags)` would run, with derived values. Nothing is written or started.
+def configure(
+    *,
+    model: str | Path | None = None,
+    prompt_data: Rows | None = None,
+    reward: Rewards | None = None,
+    environment: Environments | None = None,
+    eval_data: Rows | Mapping[str, Rows] | None = None,
+    **flags: Unpack[TrainFlags],
+) -> Config:
+    """Return the configuration that `train` would run with these arguments, with derived values; nothing is started.
 
     Raises ConfigError with every problem.
 
-    >>> configure(hf_checkpoint="model", prompt_data="sums.jsonl", learning_rate=1e-5)  # doctest: +SKIP
+    >>> configure(model="model", prompt_data="sums.jsonl", learning_rate=1e-5)  # doctest: +SKIP
     ConfigError: keyword arguments: unknown key learning_rate; use lr
     """
-    resolved, problems = _resolve(flags)
+    resolved, problems = _resolve(model, prompt_data, reward, environment, eval_data, flags)
     if problems:
         raise ConfigError(*problems)
     return resolved.config
 
 
-def train(**flags: Any) -> Run:
-    """Run `furlong train` in this process; returns its `Run` once training is complete.
+def train(
+    *,
+    model: str | Path | None = None,
+    prompt_data: Rows | None = None,
+    reward: Rewards | None = None,
+    environment: Environments | None = None,
+    eval_data: Rows | Mapping[str, Rows] | None = None,
+    on_step: Callable[[dict[str, Any]], object] | None = None,
+    **flags: Unpack[TrainFlags],
+) -> Run:
+    """Train a model in this process, as `furlong train` does; returns the `Run` once training is complete.
 
-    Keywords are the flags of `furlong train` with underscores, values are Python values; a `Path` is accepted for text.
-    `config` and `custom_config_path` name YAML files. Preflight, run folder and log are those of the command.
-    If an event loop is already running, as in a notebook, training runs in a separate thread and this call blocks. A
-    notebook's cell shows a table, which is updated while the run is in progress.
+    Args:
+        model: A model folder, or the name of a model on the Hub. The flag `hf_checkpoint`.
+        prompt_data: Rows of columns (a list of dicts, a data set of `datasets`, a data frame), a file, or the name of
+            a data set on the Hub. Rows that are given as objects need no flags: the prompt is the column `prompt` (or
+            `input`, `messages`, `question`, `problem`), the label `label` (or `answer`, `ground_truth`, `solution`),
+            and other columns are metadata. Lists of messages are rendered with the chat template.
+        reward: A function such as `def reward(response, label)`, several whose sum is the reward, the name of a
+            verifier ("math"), or `file.py:function`. Called in worker processes.
+        environment: A class with `reset` and `step`, or several, in place of single responses.
+        eval_data: Rows as for `prompt_data`, or several sets by name.
+        on_step: Called after every step with its record: `step`, and metrics by name. The run ends after a step for
+            which it returns False. An exception ends the run.
+        flags: The flags of `furlong train` with underscores. A function or class is accepted where a flag has its
+            path. `config` and `custom_config_path` name YAML files.
 
-    Raises the errors that the command reports: ConfigError with every problem before anything is written, other
-    FurlongErrors, KeyboardInterrupt after Ctrl-C, SystemExit with code 143 after SIGTERM.
+    Without flags, the run makes one pass over the prompts, 32 per rollout, with responses of up to 512 tokens.
+    Preflight, run folder and log are those of the command. If an event loop is already running, as in a notebook,
+    training runs in a separate thread and this call blocks. A notebook's cell shows a table, which is updated while
+    the run is in progress.
+
+    Raises the errors that the command reports, without the frames of furlong: ConfigError with every problem before
+    anything is written, other FurlongErrors, KeyboardInterrupt after Ctrl-C, SystemExit with code 143 after SIGTERM.
     """
-    resolved, problems = _resolve(flags)
-    findings = _outside_of_loop(lambda: check_before_run(resolved, problems))
-    folder, interrupt = run_folder(resolved), Interrupt()
+    try:
+        resolved, problems = _resolve(model, prompt_data, reward, environment, eval_data, flags)
+        findings = _outside_of_loop(lambda: check_before_run(resolved, problems))
+        folder, interrupt = run_folder(resolved), Interrupt()
 
-    def start() -> int:
-        return run_in_folder(folder, resolved, findings, interrupt)
+        def start() -> int:
+            return run_in_folder(folder, resolved, findings, interrupt, on_step=on_step)
 
-    if _is_loop_running():
-        _call_in_thread(start, interrupt, open_display(folder, resolved.config.data.num_rollout))
-    else:
-        start()
+        if _is_loop_running():
+            _call_in_thread(start, interrupt, open_display(folder, resolved.config.data.num_rollout))
+        else:
+            start()
+    except FurlongError as error:
+        raise error.with_traceback(None) from None
     return Run(folder)
 
 
-def _resolve(flags: Mapping[str, Any]) -> tuple[Resolved, list[Problem]]:
-    keywords, words = dict(flags), list[str]()
-    for flag in (CONFIG_FLAG, OVERRIDE_FLAG):
-        value = keywords.pop(flag.removeprefix("--").replace("-", "_"), None)
-        paths = cast(list[object], value) if isinstance(value, list | tuple) else [] if value is None else [value]
-        words += [f"{flag}={path}" for path in paths]
-    return examine(words, keywords={name: _plain(value) for name, value in keywords.items()})
-
-
-def _plain(value: Any) -> Any:
-    """The value as YAML would have it: paths are text, sequences are lists."""
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in cast(list[Any], value)]
-    return value
+def _resolve(
+    model: str | Path | None,
+    prompt_data: Rows | None,
+    reward: Rewards | None,
+    environment: Environments | None,
+    eval_data: Rows | Mapping[str, Rows] | None,
+    flags: Mapping[str, Any],
+) -> tuple[Resolved, list[Problem]]:
+    call = read_call(
+        model=model,
+        prompt_data=prompt_data,
+        reward=reward,
+        environment=environment,
+        eval_data=eval_data,
+        flags=flags,
+    )
+    return examine(call.words, keywords=call.keywords, preset=call.preset)
 
 
 def _is_loop_running() -> bool:

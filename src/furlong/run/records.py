@@ -17,6 +17,7 @@ from rich.logging import RichHandler
 from furlong.catalogue import Diagnosis
 from furlong.config.command_line import Resolved
 from furlong.core import tracing
+from furlong.core.process_environment import log_stream
 from furlong.core.text import redact_credentials
 from furlong.errors import DiagnosisError, TerminatedError, failure_record
 from furlong.machine import LOG_FORMAT, chosen_log_level
@@ -64,10 +65,10 @@ def log_run(level: str, path: Path) -> Generator[None]:
 
 
 def _terminal_handler(*, is_verbose: bool) -> logging.Handler:
-    """Return a handler for stderr; on a terminal, it works with the progress bar and omits messages of every step."""
+    """Return a handler of `log_stream`; on a terminal, with the progress bar and without messages of every step."""
     console = terminal()
     if not console.is_terminal:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = logging.StreamHandler(log_stream())
         handler.setFormatter(_Redacting(LOG_FORMAT, datefmt="%H:%M:%S"))
         return handler
     handler = RichHandler(console=console, show_path=False, show_level=False, rich_tracebacks=False)

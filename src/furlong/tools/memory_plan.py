@@ -534,7 +534,7 @@ def assumptions(words: Sequence[str], *, gpus: int | None, device_bytes: int) ->
     gpus: for trainer and engines together, in whole machines if more than one; 1 if None. Raises ConfigError if the
     folder is not a model.
     """
-    resolved, problems = examine(words)
+    resolved, problems = examine(words, weights=False)
     if not problems:
         return {}
     explicit = {name for name, source in resolved.sources.items() if source == "flag" or source.startswith("file")}

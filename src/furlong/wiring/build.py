@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,18 +131,18 @@ def build(resolved: Resolved, folder: Path) -> Built:
         config = dataclasses.replace(config, cluster=cluster)
     context = dataclasses.replace(RunContext.read(config, usable_hooks(config), folder), client_key=client_key)
     with contextlib.ExitStack() as opened:  # what is open is closed if a later part cannot be built
-        built = _build(context, command_of(resolved), opened)
+        built = _build(context, resolved, opened)
         opened.pop_all()
     return built
 
 
-def _build(context: RunContext, command: str, opened: contextlib.ExitStack) -> Built:
+def _build(context: RunContext, resolved: Resolved, opened: contextlib.ExitStack) -> Built:
     """Build the parts in order; register their close methods with `opened`."""
     config = context.config
     specs = used_eval_specs(config)
     if (inputs := build_inputs(context)) is not None:
         opened.callback(inputs.close)
-    checkpoints = build_checkpoints(context, inputs, command)
+    checkpoints = build_checkpoints(context, inputs, command_of(resolved), resolved.hub)
     ledger = build_ledger(context, checkpoints.peek())
     opened.callback(ledger.close)
     source = build_source(context, ledger)
@@ -260,12 +260,18 @@ def build_schedule(context: RunContext, source: DataSource, *, has_eval: bool) -
     )
 
 
-def build_checkpoints(context: RunContext, inputs: RunInputs | None, command: str) -> Checkpoints:
+def build_checkpoints(
+    context: RunContext, inputs: RunInputs | None, command: str, hub: Mapping[str, str]
+) -> Checkpoints:
     """Build the loader and saver of checkpoints, which compares and records `inputs`."""
     config = context.config
     flags, template = config.checkpoint, config.data.chat_template_path
     export = flags.save_hf if "{rollout_id}" in (flags.save_hf or "") else None
     chat_template = None if template is None else read_template(template)
+
+    folder = str(config.rollout.hf_checkpoint)
+    names = [key.split()[1].partition("@")[0] for key, commit in hub.items() if Path(folder).name == commit]
+    base = names[0] if names else folder
 
     def finish_export(folder: Path) -> None:
         if chat_template is not None:
@@ -276,7 +282,7 @@ def build_checkpoints(context: RunContext, inputs: RunInputs | None, command: st
         write_card(
             folder,
             name=str(config.track.run_name),
-            base=str(config.rollout.hf_checkpoint),
+            base=base,
             algorithm="sft" if is_sft else config.algo.advantage_estimator,
             command=command,
             data=files,
@@ -292,6 +298,7 @@ def build_checkpoints(context: RunContext, inputs: RunInputs | None, command: st
         start=config.data.start_rollout_id,
         in_background=flags.async_save,
         inputs=inputs,
+        hub=hub,
         hf_folder=None if export is None else lambda step: Path(export.replace("{rollout_id}", str(step))),
         model_folder=model_folder(config, context.folder),
         needs_model=flags.save_hf is not None,

@@ -9,17 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from furlong.algo import advantage, policy_loss
 from furlong.cluster.rank_actor import RankParts, RankSettings
 from furlong.cluster.ray_session import RaySession, open_session
-from furlong.config.command_line import config_from_json, config_to_json
-from furlong.config.hooks import usable_hooks
-from furlong.config.sections import CheckpointFlags
+from furlong.config.command_line import config_from_json, config_from_values, config_to_json
+from furlong.config.flag_spec import flag_specs
+from furlong.config.hooks import HOOKS, function_paths, usable_hooks
+from furlong.config.sections import CheckpointFlags, Config
 from furlong.config.topology import Topology
 from furlong.core import tracing
 from furlong.core.algorithms import BUILTIN_ALGORITHMS, find_algorithm
+from furlong.core.user_objects import object_name
 from furlong.errors import ConfigError
 from furlong.inference.sglang.server import connected
 from furlong.inference.supervisor.process import HostGpus
@@ -40,6 +42,12 @@ from furlong.wiring.training import (
 if TYPE_CHECKING:
     from furlong.cluster.gpu_placement import Placement
     from furlong.cluster.ray_trainer import RayTrainer
+
+OF_RANKS = (
+    *("custom_loss_function", "custom_tis_function", "custom_pg_loss_reducer_function", "custom_advantage_function"),
+    *("rollout_data_postprocess", "custom_megatron_init", "custom_model_provider", "custom_update_weight_post_write"),
+    *("custom_megatron_before_log_prob_hook", "custom_megatron_before_train_step_hook"),
+)  # functions that trainer processes call
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ def build_ray_trainer(
     num_ranks = len(cluster.placement.trainers)
     setting = RankSettings(
         build="furlong.wiring.cluster:build_rank",
-        config_json=config_to_json(config),
+        config_json=config_to_json(without_objects(config)),
         folder=str(context.folder.resolve()),
         num_rollout=num_rollout,
         cwd=os.getcwd(),
@@ -150,6 +158,26 @@ def build_rank(config_json: str, *, folder: Path, num_rollout: int, ranks: Ranks
         )
 
     return RankParts(worker, sync)
+
+
+def without_objects(config: Config) -> Config:
+    """Return a copy without the functions that are objects of this process, which ranks do not have.
+
+    Raises ConfigError for one that ranks would call.
+    """
+    fields = {spec.flag: spec for spec in flag_specs(Config).values()}
+    left_out: dict[str, Any] = {}
+    for name, paths in function_paths(config).items():
+        if not any(map(object_name, paths)):
+            continue
+        spec = fields[HOOKS[name].flag]
+        if name in OF_RANKS:
+            raise ConfigError(
+                f"{spec.flag}: trainer processes cannot import {' '.join(paths)}, which this program defines; put it "
+                "into a file, and give file.py:function"
+            )
+        left_out[spec.field] = spec.default
+    return config_from_values(left_out, config)
 
 
 def checkpoint_folders(flags: CheckpointFlags) -> dict[str, Path]:

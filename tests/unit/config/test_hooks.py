@@ -187,7 +187,7 @@ def test_a_function_that_cannot_be_called_is_a_problem() -> None:
 
 def test_reward_styles_are_detected_from_parameter_names() -> None:
     functions = (reward_func, group_reward, trl_reward, verifier)
-    assert [reward_style(f) for f in functions] == ["single", "batch", "trl", "verifier"]
+    assert [reward_style(f) for f in functions] == ["single", "batch", "trl", "named"]
 
 
 def test_every_path_flag_has_a_hook_and_every_hook_a_field() -> None:

@@ -224,13 +224,16 @@ def test_a_prompt_file_with_a_slice_is_looked_for_without_it(run: list[str], tmp
     assert "is not a slice" in bad
     (tmp_path / "train.csv").write_text("")
     assert "format .csv is not supported" in problems([*argv, "--prompt-data", str(tmp_path / "train.csv")])[0]
-    assert "hf download --repo-type dataset openai/gsm8k" in problems([*argv, "--prompt-data", "openai/gsm8k"])[0]
+    assert "write openai/gsm8k:SPLIT for a data set on the Hub" in problems([*argv, "--prompt-data", "openai/gsm8k"])[0]
     assert "https://a.b/c.jsonl" in problems([*argv, "--prompt-data", "https://a.b/c.jsonl"])[0]
 
 
 def test_a_model_is_a_folder(run: list[str], tmp_path: Path) -> None:
     argv = without(run, "--hf-checkpoint")
-    assert "hf download Qwen/Qwen3-0.6B" in problems([*argv, "--hf-checkpoint", "Qwen/Qwen3-0.6B"])[0]
+    assert (
+        "write Qwen/Qwen3-0.6B@main for a model on the Hub"
+        in problems([*argv, "--hf-checkpoint", "Qwen/Qwen3-0.6B"])[0]
+    )
     assert "no such directory" in problems([*argv, "--hf-checkpoint", str(tmp_path / "none")])[0]
     assert "is a file" in problems([*argv, "--hf-checkpoint", str(tmp_path / "train.jsonl")])[0]
 

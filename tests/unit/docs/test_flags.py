@@ -29,7 +29,7 @@ COMMANDS = (
 OF_OTHERS = {
     "curl": "--silent --show-error --fail --fail-with-body --write-out --no-buffer",
     "ray": "--head --address --working-dir --runtime-env-json",
-    "hf": "--local-dir",
+    "hf": "--local-dir --revision",
     "nvidia-smi": "--query-gpu --format",
     "ps": "--sort",
     "Claude Code": "--dangerously-skip-permissions --tools",

@@ -4,6 +4,7 @@ import types
 
 import pytest
 
+from furlong.core.process_environment import log_stream
 from furlong.errors import ConfigError
 from furlong.run.python_api import Run, open_display
 
@@ -83,3 +84,9 @@ def test_a_live_display_changes_with_the_run(run, monkeypatch):
 def test_a_terminal_shows_no_display(tmp_path, monkeypatch, shell):
     install_ipython(monkeypatch, shell)
     assert open_display(tmp_path, None) is None
+
+
+def test_the_log_of_a_notebook_is_not_on_stderr(monkeypatch):
+    assert log_stream() is sys.stderr
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    assert log_stream() is sys.stdout

@@ -15,7 +15,7 @@ from furlong.core.text import did_you_mean, nearest_path, redact_credentials
 _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
 _NEARLY_SLICE = re.compile(r"@[(\[]?-?\d*:-?\d*[)\]]?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_FORMATS = (".jsonl", ".ndjson", ".parquet")
+DATA_FORMATS = (".jsonl", ".ndjson", ".parquet")
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "reasoning_gym", "remote_rm", "random")
 BOXED = "boxed_"  # prefix: only the last box of the response is scored
 MAY_NOT_READ = "is not readable by this user; ask its owner for read permission, or for a copy"
@@ -48,15 +48,12 @@ def prompt_file_problem(flag: str, path: str) -> str | None:
     if "://" in path:
         return f"{flag} {path}: URLs are not downloaded; download it first (`curl -LO URL`), and give the file"
     if not os.path.exists(file):  # Path.exists raises if a parent directory is not accessible
-        if _HUB_NAME.fullmatch(path) and file.suffix not in _FORMATS and not file.parent.exists():
-            download = f"`hf download --repo-type dataset {path} --local-dir DIR`"
-            return (
-                f"{flag} {path}: no such file; for a dataset on the Hub run {download} first, and give one of its files"
-            )
-        return f"{flag} {path}: no file {file}; {nearest_path(file)}"
+        on_hub = _HUB_NAME.fullmatch(path) and file.suffix not in DATA_FORMATS
+        fix = f", or write {path}:SPLIT for a data set on the Hub" if on_hub else ""
+        return f"{flag} {path}: no file {file}; {nearest_path(file)}{fix}"
     if unreadable := unreadable_file(file):
         return f"{flag} {path}: {unreadable} {MAY_NOT_READ}"
-    if file.is_file() and file.suffix not in _FORMATS:
+    if file.is_file() and file.suffix not in DATA_FORMATS:
         return f"{flag} {path}: the format {file.suffix or '(no suffix)'} is not supported; give .jsonl or .parquet"
     return None
 
@@ -74,11 +71,8 @@ def model_problem(flag: str, path: str) -> str | None:
         return f"{flag} {path}: {unreadable} {MAY_NOT_READ}" if unreadable else None
     if os.path.exists(folder):
         return f"{flag} {path} is a file; give the directory that contains config.json"
-    if _HUB_NAME.fullmatch(path) and not folder.parent.exists():
-        return (
-            f"{flag} {path}: no such directory; for a model on the Hub run `hf download {path} --local-dir DIR` first"
-        )
-    return f"{flag} {path}: no such directory; {nearest_path(folder)}"
+    fix = f", or write {path}@main for a model on the Hub" if _HUB_NAME.fullmatch(path) else ""
+    return f"{flag} {path}: no such directory; {nearest_path(folder)}{fix}"
 
 
 def unreadable_file(path: Path) -> Path | None:

@@ -18,8 +18,10 @@ class RolloutFlags:
 
     hf_checkpoint: str | None = flag(
         None,
-        "Model to start from: a directory with config, tokenizer and weights in Hugging Face format. Required.",
-        metavar="DIR",
+        "Model to start from: a directory with config, tokenizer and weights in Hugging Face format, or the name of a "
+        "model on the Hub, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION. Required.",
+        hub="model",
+        metavar="DIR|NAME",
     )
     rollout_temperature: float = flag(1.0, "Sampling temperature.", within="(0, inf)")
     rollout_top_p: float = flag(
@@ -150,9 +152,11 @@ class DataFlags:
 
     prompt_data: str | None = flag(
         None,
-        "Prompts: a .jsonl or .parquet file; `FILE@[a:b]` selects rows a to b - 1.",
+        "Prompts: a .jsonl or .parquet file, or a split of a data set on the Hub, such as "
+        "`openai/gsm8k:train?config=main`; `FILE@[a:b]` selects rows a to b - 1.",
         needs="rollout_global_dataset",
         metavar="FILE",
+        hub="dataset",
     )
     rollout_batch_size: int = flag(0, "Number of prompts per rollout. Required.", within="[1, 1000000]")
     n_samples_per_prompt: int = flag(
@@ -265,6 +269,7 @@ class EvalFlags:
         "Evaluation sets: FILE, or pairs NAME FILE NAME FILE ... A single FILE is named after the file.",
         excludes="eval_config",
         metavar="[NAME] FILE",
+        hub="dataset",
     )
     eval_config: str | None = flag(
         None,
@@ -329,11 +334,15 @@ class EvalFlags:
 
 
 def set_name(data: str) -> str:
-    """Return the name of an evaluation set: that of the file without suffix, or of the task.
+    """Return the name of an evaluation set: that of the file without suffix, of the task, or of the split on the Hub.
 
-    >>> set_name("data/gsm8k_test.jsonl@[:200]"), set_name("reasoning-gym:countdown?size=3")
-    ('gsm8k_test', 'countdown')
+    >>> set_name("data/gsm8k_test.jsonl@[:200]"), set_name("reasoning-gym:countdown?size=3"), set_name("o/math:test")
+    ('gsm8k_test', 'countdown', 'math-test')
     """
     text = data.partition("?")[0].partition("@[")[0]
-    name = text.rpartition(":")[2] if ":" in text else PurePath(text).stem
+    repository, is_named, name = text.rpartition(":")
+    if not is_named:
+        name = PurePath(text).stem
+    elif "/" in repository:
+        name = f"{PurePath(repository).name.partition('@')[0]}-{name}"
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-") or "eval"

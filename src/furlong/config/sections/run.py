@@ -47,7 +47,9 @@ class CheckpointFlags:
     )
     load: str | None = flag(
         None,
-        "Checkpoint directory to resume from, or initial weights in Hugging Face or Megatron-LM format.",
+        "Checkpoint directory to resume from, or initial weights: in Hugging Face or Megatron-LM format, or the name "
+        "of a model on the Hub.",
+        hub="model",
         metavar="DIR",
     )
     ckpt_step: int | None = flag(
@@ -71,8 +73,9 @@ class CheckpointFlags:
     no_load_rng: bool = flag(False, "Do not load the random states.", needs="load")
     ref_load: str | None = flag(
         None,
-        "Reference model: a checkpoint directory, a Megatron-LM checkpoint or a Hugging Face model. Default: "
-        "--hf-checkpoint. Without a KL term it gives the initial weights, unless --load does.",
+        "Reference model: a checkpoint directory, a Megatron-LM checkpoint, a Hugging Face model or the name of one on "
+        "the Hub. Default: --hf-checkpoint. Without a KL term it gives the initial weights, unless --load does.",
+        hub="model",
         metavar="DIR",
     )
     dequantize: bool = flag(

@@ -49,6 +49,7 @@ class SessionFlags:
         kind="many",
         excludes="agent_function_path agent_command custom_generate_function_path apply_chat_template",
         metavar="FILE.py:CLASS",
+        hub="dataset",
     )
     env_workers: tuple[str, ...] = flag(
         ("thread", "32"),

@@ -324,11 +324,16 @@ class RunMonitor:
         self._has_begun = False
         self._broken: set[str] = set()
         self.ended_by: Diagnosis | None = None
+        self._is_stopped = False
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a diagnosis asks for the end of the run."""
-        return self.ended_by is not None
+        """Whether a diagnosis or `stop` asks for the end of the run."""
+        return self.ended_by is not None or self._is_stopped
+
+    def stop(self) -> None:
+        """Ask for the end of the run after the current step."""
+        self._is_stopped = True
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record one step in all trackers, with the diagnoses made from it."""

@@ -1,0 +1,106 @@
+"""Objects of Python that `furlong.train` was called with, where flags have paths: functions, classes and data.
+
+What a worker process can import has the path `module:name`. Anything else, such as a closure or what a notebook or a
+script defines, is in the module `python` of this process, with the path `python:name`. Worker processes that the run
+starts on this machine get it by cloudpickle, through their pipe: nothing is unpickled from a file or a network.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import re
+import sys
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import Any
+
+from furlong.errors import ConfigError
+
+PREFIX = "python:"
+
+
+class _UserObjects(ModuleType):
+    """The module `python`. In a worker, attributes are unpickled on first use."""
+
+    __file__ = None
+    packed: dict[str, str] = {}  # noqa: RUF012  one module per process
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.packed:
+            raise AttributeError(name)
+        value = pickle.loads(base64.b64decode(self.packed.pop(name)))
+        setattr(self, name, value)
+        return value
+
+
+USER_OBJECTS = _UserObjects("python")
+
+
+def object_name(path: Any) -> str | None:
+    """Return the name of the object that a path is of, None for other paths.
+
+    >>> object_name("python:Env.rubric"), object_name("package.module:reward")
+    ('Env', None)
+    """
+    is_object = isinstance(path, str) and path.startswith(PREFIX)
+    return path.removeprefix(PREFIX).partition(".")[0] if is_object else None
+
+
+def find_object(path: str) -> Any:
+    """Return the object with a path. Raises ConfigError in a process that was not given it."""
+    try:
+        return getattr(USER_OBJECTS, str(object_name(path)))
+    except AttributeError:
+        raise ConfigError(
+            f"{path} is an object of the program that called furlong.train; call it there, or put it into a file"
+        ) from None
+
+
+def set_objects(objects: Mapping[str, Any]) -> None:
+    """Replace the objects of this process."""
+    for name in set(vars(USER_OBJECTS)) - set(vars(ModuleType("python"))):
+        delattr(USER_OBJECTS, name)
+    vars(USER_OBJECTS).update(objects)
+
+
+def name_of(value: Any) -> str:
+    """Return an identifier for an object: its own name, or that of its class."""
+    return re.sub(r"\W+", "_", getattr(value, "__name__", type(value).__name__)).strip("_") or "function"
+
+
+def import_path(value: Any) -> str | None:
+    """Return `module:name` of what another process can import; None for anything else."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or not _is_importable(module):
+        return None
+    target: Any = sys.modules.get(module)
+    for part in name.split("."):
+        target = getattr(target, part, None)
+    return f"{module}:{name}" if target is value else None
+
+
+def _is_importable(module: str) -> bool:
+    return module != "__main__" and PathFinder.find_spec(module.partition(".")[0]) is not None
+
+
+def packed(name: str) -> str:
+    """Return an object for a worker process, as text. Raises ConfigError if it cannot be sent."""
+    import cloudpickle
+
+    value = find_object(PREFIX + name)
+    module = sys.modules.get(str(getattr(value, "__module__", "")))
+    by_value = module is not None and module.__name__ != "__main__" and not _is_importable(module.__name__)
+    try:
+        if by_value:
+            cloudpickle.register_pickle_by_value(module)
+        return base64.b64encode(cloudpickle.dumps(value)).decode()
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot be sent to a worker process: {type(error).__name__}: {error}; create what it uses inside "
+            "of it, or put it into a file and give file.py:name"
+        ) from error
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)

@@ -1,0 +1,186 @@
+"""Arguments of `furlong.train`: objects where flags have paths, and the defaults of a run that gives no others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG
+from furlong.config.flag_spec import flag_specs
+from furlong.config.sections import Config
+from furlong.core.text import shortened
+from furlong.core.user_functions import use_objects
+from furlong.core.user_objects import PREFIX, import_path, name_of, packed
+from furlong.errors import ConfigError
+from furlong.rewards.custom_reward import SUM, AsyncRewardSum, RewardSum, custom_reward
+
+if TYPE_CHECKING:
+    from furlong.config.hooks import RewardFunction
+
+Rows: TypeAlias = "Iterable[Any] | str | Path"
+"""Rows of columns: a list of dicts, a data set of `datasets` or a data frame; or a path or name as in --prompt-data."""
+Rewards: TypeAlias = "RewardFunction | Sequence[RewardFunction] | str"
+"""A reward function, several whose sum is the reward, the name of a verifier such as "math", or `file.py:function`."""
+Environments: TypeAlias = "type | str | Sequence[type | str]"
+"""Classes, or values of --environment."""
+
+BATCH_SIZE, RESPONSE_LEN = 32, 512  # of a run that sets neither
+_LENGTHS = ("rollout_max_response_len", "rollout_max_context_len", "seq_length")
+_COLUMNS = {
+    "input_key": ("input", "prompt", "messages", "question", "problem"),
+    "label_key": ("label", "answer", "ground_truth", "solution"),
+}  # columns of rows in this process, the first that they have
+
+
+@dataclass
+class Call:
+    """What `furlong.train` was called with: words and keywords as `examine` reads them, defaults, and objects."""
+
+    words: list[str] = field(default_factory=list[str])
+    keywords: dict[str, Any] = field(default_factory=dict[str, Any])
+    preset: dict[str, Any] = field(default_factory=dict[str, Any])
+    objects: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def path_of(self, value: Any, name: str = "") -> str:
+        """Return the path of an object: one that other processes can import, else one among `objects`."""
+        if (path := import_path(value)) is not None and not name:
+            return path
+        stem, count = name or name_of(value), 2
+        name = stem
+        while self.objects.setdefault(name, value) is not value:
+            name, count = f"{stem}_{count}", count + 1
+        return PREFIX + name
+
+    def set(self, name: str, value: Any, given_as: str) -> None:
+        """Set a keyword. Raises ConfigError if it is given, too."""
+        if name in self.keywords:
+            raise ConfigError(f"{given_as} and {name} are the same; give one of them")
+        self.keywords[name] = value
+
+
+def read_call(
+    *,
+    model: str | Path | None,
+    prompt_data: Rows | None,
+    reward: Rewards | None,
+    environment: Environments | None,
+    eval_data: Rows | Mapping[str, Rows] | None,
+    flags: Mapping[str, Any],
+) -> Call:
+    """Convert the arguments of `furlong.train`, and keep objects where `load_function` finds them.
+
+    Raises ConfigError for an object that worker processes need and cannot get, and for arguments that exclude another.
+    """
+    call = Call(keywords=dict(flags))
+    for flag in (CONFIG_FLAG, OVERRIDE_FLAG):
+        value = call.keywords.pop(flag.removeprefix("--").replace("-", "_"), None)
+        paths = cast("list[object]", value) if isinstance(value, list | tuple) else [] if value is None else [value]
+        call.words += [f"{flag}={path}" for path in paths]
+    specs = flag_specs(Config)
+    for name, value in call.keywords.items():
+        if callable(value) and name in specs and specs[name].type is str:
+            call.keywords[name] = call.path_of(value)
+        else:
+            call.keywords[name] = _plain(call, value)
+    if model is not None:
+        call.set("hf_checkpoint", str(model), "model")
+    if prompt_data is not None:
+        call.keywords["prompt_data"] = _data_path(call, prompt_data, "prompt_data")
+    if environment is not None:
+        several = [environment] if isinstance(environment, type | str) else list(environment)
+        call.keywords["environment"] = [each if isinstance(each, str) else call.path_of(each) for each in several]
+    if eval_data is not None:
+        _set_evaluation(call, eval_data)
+    if reward is not None:
+        _set_reward(call, reward)
+    _set_defaults(call)
+    use_objects(call.objects)
+    if (path := call.keywords.get("custom_rm_path")) and str(path).startswith(PREFIX):
+        packed(str(path).removeprefix(PREFIX))
+    return call
+
+
+def _plain(call: Call, value: Any) -> Any:
+    """The value as YAML would have it: paths are text, sequences are lists."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [call.path_of(item) if callable(item) else _plain(call, item) for item in cast("Sequence[Any]", value)]
+    return value
+
+
+def _set_reward(call: Call, reward: Rewards) -> None:
+    if isinstance(reward, str):
+        is_path = not {":", "."}.isdisjoint(reward)
+        call.set("custom_rm_path" if is_path else "rm_type", reward, "reward")
+    elif isinstance(reward, Sequence):
+        functions: dict[str, Any] = {}
+        for each in cast("Sequence[Any]", reward):
+            if not callable(each):
+                raise ConfigError(f"reward: got {shortened(each)} among several, expected functions")
+            functions[name_of(each) if name_of(each) not in functions else f"{name_of(each)}_{len(functions) + 1}"] = (
+                each
+            )
+        is_async = any(custom_reward(each, name=name, group=False).is_async for name, each in functions.items())
+        call.set("custom_rm_path", call.path_of((AsyncRewardSum if is_async else RewardSum)(functions)), "reward")
+        call.preset["reward_key"] = SUM
+    elif callable(reward):
+        call.set("custom_rm_path", call.path_of(reward), "reward")
+    else:
+        raise ConfigError(f"reward: got {shortened(reward)}, expected a function, several, or the name of a verifier")
+
+
+def _set_evaluation(call: Call, data: Rows | Mapping[str, Rows]) -> None:
+    if isinstance(data, str | Path):
+        call.set("eval_prompt_data", [str(data)], "eval_data")
+        return
+    sets = cast("Mapping[str, Rows]", data) if isinstance(data, Mapping) else {"eval": data}
+    words = [word for name, rows in sets.items() for word in (name, _data_path(call, rows, f"eval_{name}"))]
+    call.set("eval_prompt_data", words, "eval_data")
+
+
+def _data_path(call: Call, data: Rows, name: str) -> str:
+    """Return the path of data. Columns of rows in this process are chosen by their usual names."""
+    if isinstance(data, str | Path):
+        return str(data)
+    rows: Any = data
+    if type(rows).__module__.startswith("pandas"):
+        rows = rows.to_dict("records")
+    elif isinstance(rows, Iterator):
+        rows = list(cast("Iterator[Any]", rows))
+    first = next(iter(rows), None)
+    if not isinstance(first, Mapping):
+        problem = "has no rows" if first is None else f"has the row {shortened(first)}"
+        raise ConfigError(f"{name} {problem}; give a list of dicts such as {{'prompt': '1+1=', 'label': '2'}}")
+    columns = cast("Mapping[str, Any]", first)
+    for key, names in _COLUMNS.items():
+        if found := next((each for each in names if each in columns), None):
+            call.preset.setdefault(key, found)
+    prompt = columns.get(call.keywords.get("input_key", call.preset.get("input_key", "")))
+    if isinstance(prompt, list) and not call.keywords.get("environment"):
+        call.preset["apply_chat_template"] = True
+    if name == "prompt_data" and hasattr(rows, "__len__"):
+        call.preset["rollout_batch_size"] = min(BATCH_SIZE, len(rows))
+    return call.path_of(rows, name)
+
+
+def _set_defaults(call: Call) -> None:
+    """Set what a run needs and the call leaves out, with lower precedence than any flag and file."""
+    given, is_sft = call.keywords, call.keywords.get("loss_type") == "sft_loss"
+    call.preset = {"rollout_batch_size": BATCH_SIZE} | call.preset
+    if not call.words and not {"num_rollout", "num_epoch"} & given.keys():
+        call.preset["num_epoch"] = 1
+    if not (is_sft or call.words or given.keys() & {*_LENGTHS}):
+        call.preset["rollout_max_response_len"] = _response_len(given.get("hf_checkpoint"))
+
+
+def _response_len(model: Any) -> int:
+    """Return the default length limit of responses: at most half of the context, if the folder is on this machine."""
+    try:
+        config = json.loads((Path(str(model)) / "config.json").read_bytes())
+        return min(RESPONSE_LEN, int(config["max_position_embeddings"]) // 2)
+    except (OSError, ValueError, LookupError, TypeError):
+        return RESPONSE_LEN

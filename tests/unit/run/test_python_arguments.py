@@ -1,0 +1,162 @@
+"""Arguments of `furlong.train`: objects where flags have paths, and what a call leaves out."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import furlong
+from furlong.core.user_functions import load_function, use_objects
+from furlong.core.user_objects import find_object
+
+ROOT = Path(__file__).parents[3]
+ROWS = [{"prompt": "1+1=", "answer": "2", "carry": False}, {"prompt": "8+8=", "answer": "16", "carry": True}]
+
+
+@pytest.fixture(autouse=True)
+def no_objects_are_left():
+    yield
+    use_objects({})
+
+
+def right(response: str, label: str) -> float:
+    return float(response == label)
+
+
+def test_a_model_rows_and_a_function_are_a_complete_call(model):
+    config = furlong.configure(model=model, prompt_data=ROWS, reward=right)
+    assert config.rollout.hf_checkpoint == str(model)
+    assert (config.data.input_key, config.data.label_key) == ("prompt", "answer")
+    assert (config.data.rollout_batch_size, config.data.num_epoch) == (2, 1)
+    assert config.rollout.rollout_max_response_len == 64  # half of the context
+    assert load_function(str(config.reward.custom_rm_path)) is right
+    assert find_object(str(config.data.prompt_data)) is ROWS
+
+
+def test_what_a_call_or_a_file_sets_is_kept(model, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("num_rollout: 7\nrollout_max_response_len: 9\n")
+    config = furlong.configure(model=model, prompt_data=ROWS, reward="math", config=file, label_key="carry")
+    assert (config.data.num_rollout, config.data.num_epoch, config.rollout.rollout_max_response_len) == (7, None, 9)
+    assert (config.data.label_key, config.reward.rm_type) == ("carry", "math")
+
+
+def test_objects_stand_where_flags_have_paths(model):
+    class Game:
+        def reset(self, task, seed): ...
+
+        def step(self, message): ...
+
+    config = furlong.configure(
+        model=model,
+        prompt_data=ROWS,
+        reward=[right, lambda response: 0.0],
+        eval_data={"easy": ROWS[:1], "hard": ROWS[1:]},
+        dynamic_sampling_filter_path=lambda args, samples: True,
+        rollout_sample_hook_path=[lambda args, sample: None],
+    )
+    assert config.reward.reward_key == "total"
+    assert [*load_function(str(config.reward.custom_rm_path)).functions] == ["right", "lambda"]
+    names, paths = (config.eval.eval_prompt_data or ())[::2], (config.eval.eval_prompt_data or ())[1::2]
+    assert names == ("easy", "hard")
+    assert [find_object(path) for path in paths] == [ROWS[:1], ROWS[1:]]
+    assert load_function(str(config.rollout.dynamic_sampling_filter_path))(None, None) is True
+    assert len(config.rollout.rollout_sample_hook_path) == 1
+    played = furlong.configure(model=model, prompt_data=ROWS, environment=Game, env_workers=["thread", "2"])
+    assert played.session.environment == ("python:Game",)
+
+
+def test_messages_and_data_frames_are_rows(model):
+    pandas = pytest.importorskip("pandas")
+    messages = [{"messages": [{"role": "user", "content": "1+1="}], "label": "2"}]
+    config = furlong.configure(model=model, prompt_data=messages, reward=right)
+    assert (config.data.input_key, config.data.apply_chat_template) == ("messages", True)
+    config = furlong.configure(model=model, prompt_data=pandas.DataFrame(ROWS), reward=right)
+    assert find_object(str(config.data.prompt_data)) == ROWS
+    config = furlong.configure(model=model, prompt_data=(row for row in ROWS), reward=right)
+    assert find_object(str(config.data.prompt_data)) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": "m", "hf_checkpoint": "n"}, "model and hf_checkpoint are the same"),
+        ({"reward": 3}, "reward: got 3, expected a function"),
+        ({"reward": [right, 3]}, "reward: got 3 among several"),
+        ({"reward": right, "rm_type": "math"}, "--rm-type"),
+        ({"prompt_data": []}, "prompt_data has no rows; give a list of dicts"),
+        ({"prompt_data": ["1+1="]}, "prompt_data has the row '1+1='"),
+        ({"eval_data": {"a": [1]}}, "eval_a has the row 1"),
+        ({"learning_rate": 1.0}, "unknown key learning_rate"),
+    ],
+)
+def test_a_mistake_is_an_error_that_names_it(model, arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(furlong.ConfigError) as caught:
+        furlong.train(**{"model": model, "prompt_data": ROWS, "reward": right} | arguments)
+    assert words in str(caught.value)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_types_of_keywords_are_those_of_the_flags():
+    spec = importlib.util.spec_from_file_location("make_train_flags", ROOT / "scripts/make_train_flags.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    assert made.TARGET.read_text() == made.render(), "run scripts/make_train_flags.py"
+
+
+CODE = """\
+from pathlib import Path
+
+from datasets import Dataset
+
+import furlong
+
+
+def reward(response: str, label: str) -> float:
+    return float(response == label)
+
+
+run = furlong.train(
+    model=Path("model"),
+    prompt_data=[{"prompt": "1+1=", "label": "2"}],
+    reward=[reward, lambda response: 0.0],
+    eval_data={"test": Dataset.from_list([{"prompt": "1+1="}])},
+    on_step=lambda row: row["step"] < 3,
+    lr=1e-5,
+    advantage_estimator="grpo",
+    dynamic_sampling_filter_path=lambda args, samples: True,
+    sglang_mem_fraction_static=0.5,
+)
+print(run.model_path / "config.json", run.rows[-1]["step"])
+furlong.train(model="m", learning_rate=1e-5)
+furlong.train(model="m", lr="fast")
+"""
+
+
+@pytest.mark.nightly
+def test_a_type_checker_accepts_a_call_and_finds_wrong_keywords(tmp_path):
+    (tmp_path / "code.py").write_text(CODE)
+    settings = {
+        "venvPath": str(ROOT),
+        "venv": ".venv",
+        "extraPaths": [str(ROOT / "src")],
+        "typeCheckingMode": "standard",
+    }
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", "--outputjson"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    found = [(each["range"]["start"]["line"], each["rule"]) for each in json.loads(done.stdout)["generalDiagnostics"]]
+    lines = CODE.splitlines()
+    assert [(lines[line].split(",")[1], rule) for line, rule in found] == [
+        (" learning_rate=1e-5)", "reportCallIssue"),
+        (' lr="fast")', "reportArgumentType"),
+    ]
