@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # imports a web server, which most runs do not need
     from furlong.sessions.session_server import SessionServer
 
 MAX_FULL = 16  # calls with a full context
+BRANCHES = 8  # latest calls of an episode that the next one may continue: of its roles, or of parallel conversations
 SEED_OF_REST = 1 << 20  # seeds of continued requests begin here, beyond those of calls
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio: the parts of one sample draw from separate streams
@@ -84,7 +85,6 @@ class Policy:
     answered: list[tuple[list[int], Completion]] = field(default_factory=list[tuple[list[int], Completion]], repr=False)
     full: list[int] = field(default_factory=list[int], repr=False)
     opened: list[OpenSession] = field(default_factory=list["OpenSession"], repr=False)
-    previous: tuple[list[int], int] = field(default=([], -1), repr=False)  # the last request, and weights of its answer
 
     async def chat(
         self,
@@ -243,11 +243,13 @@ class Policy:
     async def _request(self, ids: list[int], params: SamplingParams, stream: TokenStream | None) -> Completion:
         done = await self.load.complete(self.engine, ids, params, session=self.session, stream=stream)
         if self.engine.caches_prefixes and done.versions:
-            last, version = self.previous
-            if version == done.versions[0] and ids[: len(last)] == last:
-                repeated = min(len(last), len(ids) - 1)  # the last token is computed for its logits
-                self.load.prefixes(repeated, min(done.cached_tokens, repeated))
-            self.previous = (ids, done.versions[-1])
+            earlier = (
+                len(prompt)
+                for prompt, answer in self.answered[-BRANCHES:]
+                if answer.versions and answer.versions[-1] == done.versions[0] and ids[: len(prompt)] == prompt
+            )
+            repeated = min(max(earlier, default=0), len(ids) - 1)  # the last token is computed for its logits
+            self.load.prefixes(repeated, min(done.cached_tokens, repeated))
         return done
 
     def encode(self, text: str) -> list[int]:

@@ -189,22 +189,29 @@ def test_the_prefix_hit_fraction_is_that_of_all_episodes_since_the_last_step():
     assert "rollout/prefix_cache_hit_frac" not in load.take()
 
 
-def test_a_turn_repeats_the_prompt_before_it_under_the_same_weights():
-    answers = iter([(4, 0), (4, 2), (5, 0), (5, 4), (5, 9)])
+def test_a_turn_repeats_an_earlier_prompt_of_its_episode_under_the_same_weights():
+    calls = [  # prompt, weights of the answer, cached tokens
+        ([1, 2, 3], 4, 0),
+        ([9, 9], 4, 0),  # another role
+        ([1, 2, 3, 7, 8], 4, 2),
+        ([9, 9, 7], 4, 2),
+        ([1, 2, 3, 7, 8, 9], 5, 0),  # new weights
+        ([1, 2, 3, 7, 8, 9, 10], 5, 4),
+    ]
+    answers = iter(calls)
 
     class Engine:
         caches_prefixes = True
 
         async def generate(self, *_: object, **__: object) -> Completion:
-            version, cached = next(answers)
+            _, version, cached = next(answers)
             return Completion([7], [-1.0], [version], "stop", cached_tokens=cached)
 
     policy = Policy(Engine(), None, "s")  # pyright: ignore[reportArgumentType]
 
     async def episode() -> None:
-        prompts = [1, 2, 3], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8, 9], [1, 2, 3, 7, 8, 9, 10], [9, 9]
-        for ids in prompts:  # the third has new weights, the last repeats nothing
+        for ids, *_ in calls:
             await policy.generate(ids)
 
     asyncio.run(episode())
-    assert values(policy.load.take())["rollout/prefix_cache_hit_frac"] == pytest.approx((2 + 4) / (3 + 6))
+    assert values(policy.load.take())["rollout/prefix_cache_hit_frac"] == pytest.approx((2 + 2 + 4) / (3 + 2 + 6))
