@@ -34,6 +34,7 @@ OF_OTHERS = {
     "ps": "--sort",
     "Claude Code": "--dangerously-skip-permissions --tools",
     "Codex": "--dangerously-bypass-approvals-and-sandbox --skip-git-repo-check",
+    "mini-swe-agent": "--yolo --exit-immediately --task --model",
     "Megatron-LM": "--pipeline-model-parallel-layout",
     "pip": "--editable --no-deps",
     "docker, uv and sky": "--target --rm --secret",
