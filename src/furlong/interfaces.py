@@ -70,8 +70,8 @@ class SamplingParams:
 class Completion:
     """One generated response.
 
-    log_probs: log_softmax(logits / temperature) of each token, before top-p, top-k and min-p (as in SGLang), and in the
-        embedded engine before tokens are banned for `min_new_tokens` or `json_schema`.
+    log_probs: log_softmax(logits / temperature) of each token, before top-p, top-k and min-p (as in SGLang), before
+        tokens are banned for `json_schema`, and in the embedded engine for `min_new_tokens`.
     versions: the weight version that each token was sampled from.
     cached_tokens: prompt tokens that were not computed, because the engine had their KV cache.
     finish_reason: "abort" if the request was ended early; `tokens` are those generated until then.
@@ -131,6 +131,11 @@ class Engine(ABC):
     def caches_prefixes(self) -> bool:
         """Whether the next prompt with a `prefix_key` is computed from where it differs from the last; False here."""
         return False
+
+    @property
+    def schema_temperatures(self) -> tuple[float, ...] | None:
+        """Temperatures at which log-probs of completions within a `json_schema` are exact; None for all."""
+        return None
 
     @property
     def num_gpus(self) -> int:

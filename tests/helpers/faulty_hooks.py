@@ -27,6 +27,10 @@ async def generate(args, sample, sampling_params):
     return sample
 
 
+async def generate_within_a_schema(args, sample, sampling_params):
+    return await generate(args, sample, sampling_params | {"json_schema": '{"enum": [12, 345, 678]}'})
+
+
 async def generate_that_raises_at_times(args, sample, sampling_params):
     if sample.index % 4 == 0:
         raise ConnectionError("the tool's server is down")

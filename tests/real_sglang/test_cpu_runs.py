@@ -97,6 +97,15 @@ def test_requests_pause_for_weight_updates_and_resume_after_abort(tmp_path):
     assert {len(set(sample.token_versions)) for sample in samples} >= {1, 2}
 
 
+def test_log_probs_of_structured_output_are_those_of_the_policy_without_the_schema(tmp_path):
+    model = write_wide(tmp_path / "model", WIDTH)
+    generate = "faulty_hooks.generate_within_a_schema"
+    trained = run(model, tmp_path, max_gap=MAX_GAP, rollout_num_gpus=1, custom_generate_function_path=generate, **FLAGS)
+    samples = [sample for rollout in trained.rollouts for sample in rollout]
+    assert {sample.response.removesuffix("<eos>") for sample in samples} <= {"12", "345", "678"}
+    assert {len(set(sample.token_versions)) for sample in samples} == {1}
+
+
 def test_the_options_that_furlong_knows_are_those_of_the_server(sglang):
     pytest.importorskip("sglang_router")
     sglang.setenv("SGLANG_USE_CPU_ENGINE", "1")

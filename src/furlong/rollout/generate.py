@@ -301,6 +301,7 @@ def policy_of_sample(
         EpisodeWatch(generation.limits_of(sample)),
         conversation,
         generation.session_server,
+        is_trained=not generation.evaluation,
     )
     return policy
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from furlong.chat.messages import MessageError
 from furlong.core.routing import extend_routes
 from furlong.core.token_stream import TokenStream
 from furlong.core.tracing import heartbeat
@@ -85,6 +86,7 @@ class Policy:
     answered: list[tuple[list[int], Completion]] = field(default_factory=list[tuple[list[int], Completion]], repr=False)
     full: list[int] = field(default_factory=list[int], repr=False)
     opened: list[OpenSession] = field(default_factory=list["OpenSession"], repr=False)
+    is_trained: bool = True  # on what it samples; not in evaluations
 
     async def chat(
         self,
@@ -180,6 +182,13 @@ class Policy:
         self, ids: list[int], params: SamplingParams, part: int | None = None, stream: TokenStream | None = None
     ) -> Completion:
         """Complete token ids, with the seed of this call, or that of `part`. `stream` gets the tokens meanwhile."""
+        exact = self.engine.schema_temperatures
+        if params.json_schema is not None and self.is_trained and exact and params.temperature not in exact:
+            raise MessageError(
+                f"structured output (tool_choice, response_format, json_schema) at temperature {params.temperature:g} "
+                "has no exact log-probs with SGLang, which training needs; use --rollout-temperature 1 or --engine "
+                "embedded"
+            )
         params = dataclasses.replace(params, prefix_key=self.session)
         if self.return_routed_experts:
             params = dataclasses.replace(params, return_routed_experts=True)

@@ -3,7 +3,8 @@
 Two packages have no build for CPUs that fits: `sgl_kernel`, and `torchvision`, which only models with images use.
 SGLang imports names of both at its start and calls none of them on a CPU with PyTorch's own attention. Here every name
 of theirs is there, and raises when it is called. And SGLang's /weights_checker waits for a GPU, and hashes otherwise
-where there is none: here it waits for nothing, and hashes as it does on CUDA.
+where there is none: here it waits for nothing, and hashes as it does on CUDA. Its constraint of logits by a grammar
+raises on a CPU: here xgrammar does it.
 
 A server forks its schedulers, which SGLang would start as new interpreters: the same code runs in them, without ten
 seconds of imports in each.
@@ -20,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 ABSENT = ("sgl_kernel", "torchvision")
-CHECKER = "sglang.srt.utils.weight_checker"
+CHECKER, GRAMMAR = "sglang.srt.utils.weight_checker", "sglang.srt.constrained.xgrammar_backend"
 
 
 class _AbsentMeta(type):
@@ -48,13 +49,22 @@ class _AbsentLoader(Loader):
         module.__getattr__ = named
 
 
-class _CheckerLoader(Loader):
+class _PatchingLoader(Loader):
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         import torch
+
+        if module.__name__ == GRAMMAR:
+            import xgrammar
+
+            def constrain(_: Any, logits: torch.Tensor, mask: torch.Tensor) -> None:
+                xgrammar.apply_token_bitmask_inplace(logits, mask)
+
+            module.XGrammarGrammar.apply_vocab_mask = constrain
+            return
 
         from furlong.transfer.device_checksum import Checksums
 
@@ -73,11 +83,11 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname.partition(".")[0] in ABSENT:
             return ModuleSpec(fullname, _AbsentLoader(), is_package=True)
-        if fullname != CHECKER:
+        if fullname not in (CHECKER, GRAMMAR):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _CheckerLoader(spec.loader)
+            spec.loader = _PatchingLoader(spec.loader)
         return spec
 
 

@@ -146,6 +146,7 @@ class AnswerReader:
         where: str,
         prompt_len: int,
         params: SamplingParams,
+        num_scored: int = 0,
         version: int | None,
         newest: int | None,
         prefilled: int | None = None,
@@ -155,14 +156,15 @@ class AnswerReader:
 
         version: weight version of the server when the request was sent, newest: the last one given to any server that
         may have answered; None if unknown. prefilled: cached tokens of the request that computed its prompt ahead.
+        num_scored: the last tokens of the prompt, which the log-probs are of, instead of a completion.
         """
         with reading(where, reply):
             meta = reply["meta_info"]
-            rows = meta.get("output_token_logprobs") or []
+            rows = meta["input_token_logprobs"][-num_scored:] if num_scored else meta.get("output_token_logprobs") or []
             tokens, log_probs = [row[1] for row in rows], [row[0] for row in rows]
             reason = meta["finish_reason"]["type"]
             label = str(meta["weight_version"])
-            ids = reply.get("output_ids")
+            ids = None if num_scored else reply.get("output_ids")
             if ids is not None and ids != tokens:
                 raise EngineError(f"{where} answered {len(ids)} tokens, but log-probs of {len(tokens)} other ones")
             if None in log_probs or not math.isfinite(sum(log_probs)):

@@ -17,7 +17,7 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -62,6 +62,7 @@ class InFlightRequest:
     is_abandoned: It was aborted and its server did not answer in time.
     version: Weight version of the server when the request was sent.
     prefilled: Prompt tokens that were cached before its own prompt was computed ahead; None if it was not.
+    num_scored: Tokens at the end of the prompt whose log-probs are asked for, instead of a completion.
     stream: Receives tokens as they are sampled.
     """
 
@@ -70,6 +71,7 @@ class InFlightRequest:
     prompt: list[int]
     params: SamplingParams
     stream: TokenStream | None = None
+    num_scored: int = 0
     server: SglangServer | None = None
     call: asyncio.Task[Any] | None = None
     version: int | None = None
@@ -100,6 +102,8 @@ class InFlightRequest:
         }
         if self.params.return_routed_experts:
             body["return_routed_experts"] = True
+        if self.num_scored:
+            body["logprob_start_len"] = len(self.prompt) - self.num_scored - 1  # the first log-prob is None
         return body
 
     def abandon(self) -> None:
@@ -178,6 +182,11 @@ class HttpEngine(Engine):
         return all(server.info.has_prefix_cache and not server.info.is_furlong for server in self.servers)
 
     @property
+    def schema_temperatures(self) -> tuple[float, ...] | None:
+        """Those of SGLang's log-probs of prompts, which have no temperature; greedy is like 1. None for our servers."""
+        return None if all(server.info.is_furlong for server in self.servers) else (0.0, 1.0)
+
+    @property
     def num_gpus(self) -> int:
         """Number of GPUs of all servers, or of processes on CPUs."""
         return sum(server.info.num_gpus for server in self.servers)
@@ -186,20 +195,50 @@ class HttpEngine(Engine):
 
     async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
         """Complete `prompt`. Raises EngineError with the server's reason, or naming all servers if none is left."""
+        if params.json_schema is not None and self.schema_temperatures is not None:
+            return await self._within_schema(prompt, params, session)
         return await self._tracked(prompt, params, session, None)
 
     async def stream(
         self, prompt: list[int], params: SamplingParams, tokens: TokenStream, *, session: str | None = None
     ) -> Completion:
         """`generate`, and put the tokens into `tokens` as they arrive."""
+        if params.json_schema is not None and self.schema_temperatures is not None:
+            return await super().stream(prompt, params, tokens, session=session)
         return await self._tracked(prompt, params, session, tokens)
 
+    async def _within_schema(self, prompt: list[int], params: SamplingParams, session: str | None) -> Completion:
+        """Sample within a schema, and ask for the log-probs again: SGLang's are of the constrained distribution.
+
+        A completion that is aborted is returned without tokens: an engine cannot continue in the middle of a schema.
+        """
+        lengths = [server.info.context_len for server in self.servers if server.info.context_len]
+        room = min(lengths, default=len(prompt) + params.max_new_tokens + 1) - len(prompt) - 1  # what can be scored
+        params = replace(params, max_new_tokens=max(1, min(params.max_new_tokens, room)))
+        free = SamplingParams(max_new_tokens=0, temperature=params.temperature)
+        while True:
+            done = await self._tracked(prompt, params, session, None)
+            if done.finish_reason != "abort":
+                whole = [*prompt, *done.tokens]
+                scored = await self._tracked(whole, free, session, None, num_scored=len(done.tokens))
+                if scored.versions == done.versions:
+                    return replace(done, log_probs=scored.log_probs)
+                if scored.finish_reason != "abort":  # by other weights, after an update
+                    continue
+            return replace(done, tokens=[], log_probs=[], versions=[], text="", finish_reason="abort")
+
     async def _tracked(
-        self, prompt: list[int], params: SamplingParams, session: str | None, stream: TokenStream | None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        session: str | None,
+        stream: TokenStream | None,
+        *,
+        num_scored: int = 0,
     ) -> Completion:
         self.pool.check_open()
         started = time.perf_counter()
-        request = InFlightRequest(self._new_rid(), session, prompt, params, stream)
+        request = InFlightRequest(self._new_rid(), session, prompt, params, stream, num_scored)
         self._in_flight.add(request)
         aborts: list[asyncio.Task[None]] = []
         if stream is not None:
@@ -425,6 +464,7 @@ class HttpEngine(Engine):
                     where=request.where,
                     prompt_len=len(request.prompt),
                     params=request.params,
+                    num_scored=request.num_scored,
                     version=request.version,
                     newest=self.pool.newest_version(request.server),
                     prefilled=request.prefilled,
