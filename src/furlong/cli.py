@@ -15,6 +15,8 @@ from furlong.core.process_end import EXIT_WITHIN_S, end_children, exit_within, s
 from furlong.core.text import did_you_mean, redact_credentials
 from furlong.errors import ConfigError, EndedBySignal, FurlongError
 
+SLIMES_DEFAULTS = {"lr_decay_style": "linear"}  # Megatron's, where furlong has others
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 success, 1 failure, 2 wrong usage, 130 Ctrl-C."""
@@ -106,13 +108,13 @@ def train(words: list[str], preset: Mapping[str, Any] | None = None) -> int:
 
 
 def main_async(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `train_async.py`: --async-buffer-size defaults to 1."""
-    return _entry(argv, {"async_buffer_size": 1})
+    """Entry point of `train_async.py`: slime's defaults, and --async-buffer-size 1."""
+    return _entry(argv, SLIMES_DEFAULTS | {"async_buffer_size": 1})
 
 
 def main_train(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `train.py`."""
-    return _entry(argv, {})
+    """Entry point of `train.py`: slime's defaults."""
+    return _entry(argv, SLIMES_DEFAULTS)
 
 
 def _entry(argv: Sequence[str] | None, preset: Mapping[str, Any]) -> int:

@@ -148,7 +148,10 @@ def test_truncated_importance_weights():
         case.equal(ours, torch.where(is_inside, ratio, 0.0) if seed % 2 else ratio.clamp(0.5, 1.5))
 
 
-@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
+WSD = ["exponential", "linear", "cosine", "minus_sqrt"]  # styles of its decay
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root", "WSD"])
 def test_learning_rates_of_megatron(style):
     scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
     rng = random.Random(style)
@@ -157,13 +160,15 @@ def test_learning_rates_of_megatron(style):
         warmup = rng.randint(1, steps - 1)
         values = {"init_lr": 0.0, "max_lr": rng.uniform(1e-6, 1e-3), "min_lr": rng.choice([0.0, 1e-7])}
         optimizer = SimpleNamespace(param_groups=[{}])
+        last, wsd_style = rng.randint(1, steps - warmup), rng.choice(WSD)
         theirs = scheduler(
             optimizer, lr_warmup_steps=warmup * samples, lr_decay_steps=steps * samples, lr_decay_style=style,
-            start_wd=0.0, end_wd=0.0, wd_incr_steps=1, wd_incr_style="constant", **values,
+            start_wd=0.0, end_wd=0.0, wd_incr_steps=1, wd_incr_style="constant", wsd_decay_steps=last * samples,
+            lr_wsd_decay_style=wsd_style, **values,
         )  # fmt: skip
         flags = OptimFlags(
             lr=values["max_lr"], min_lr=values["min_lr"], lr_decay_style=style, lr_warmup_iters=warmup,
-            lr_decay_iters=steps,
+            lr_decay_iters=steps, lr_wsd_decay_iters=last, lr_wsd_decay_style=wsd_style,
         )  # fmt: skip
         ours = Schedule(flags, total_steps=steps, samples_per_step=samples)
         for step in range(steps + 3):

@@ -135,11 +135,19 @@ def advantages(args, rollout_data):
 def penalized_advantages(args, rollout_data):
     """Return one minus the KL to the reference."""
     gaps = [p - q for p, q in zip(rollout_data["log_probs"], rollout_data["ref_log_probs"], strict=True)]
+    assert torch.equal(torch.cat(gaps), torch.cat(rollout_data["kl"]))
     rollout_data["advantages"] = [1 - args.kl_coef * gap for gap in gaps]
 
 
 def loss(args, batch, logits, sum_of_sample_mean):
-    log_probs = torch.log_softmax(logits, -1).gather(-1, batch["tokens"][:, None])[:, 0]
+    from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+
+    lists = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
+    _, values = get_log_probs_and_entropy(logits, args=args, with_entropy=True, **lists)
+    log_probs = torch.cat(values["log_probs"])
+    assert torch.equal(log_probs, torch.log_softmax(logits, -1).gather(-1, batch["tokens"][:, None])[:, 0])
+    every = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(values["entropy"], list(every.split(batch["response_lengths"])))
     value = sum_of_sample_mean(-log_probs)
     moved = (log_probs.detach() - torch.cat(batch["log_probs"])).abs()  # slime's lists have one entry per sample
     assert [len(t) for t in batch["unconcat_tokens"]] == batch["total_lengths"]

@@ -10,6 +10,11 @@ DEMONSTRATIONS = "slime.rollout.sft_rollout.generate_rollout"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 AGENTIC = "slime.rollout.generate_hub.agentic_tool_call.generate"  # of Miles, for --agent-function-path
 ROLLOUTS_AHEAD = 2  # of FULLY_ASYNC
+CORRECTIONS = {  # values of --custom-tis-function-path, by --tis-mode
+    f"slime.backends.{module}.{name}_function": mode
+    for module in ("megatron_utils.loss", "training_utils.loss_hub.corrections")
+    for name, mode in (("icepop", "mask"), ("vanilla_tis", "clip"))
+}
 
 # Values that name what the run does without the flag.
 DEFAULTS = {
@@ -48,6 +53,12 @@ def select_parts(values: dict[str, Any], sources: dict[str, str]) -> tuple[list[
         text = _generate_ahead(values, sources)
         (problems if values["async_buffer_size"] == 0 else lines).append(text)
         del values["rollout_function_path"]
+    if (path := _dotted(values.get("custom_tis_function_path"))) in CORRECTIONS:
+        mode = CORRECTIONS[path]
+        lines.append(f"--custom-tis-function-path {path}: this is --tis-mode {mode}")
+        if values.get("use_tis") and values.setdefault("tis_mode", mode) != mode:
+            problems.append(f"--custom-tis-function-path {path} and --tis-mode {values['tis_mode']} differ; remove one")
+        del values["custom_tis_function_path"]
     for field, names in DEFAULTS.items():
         if (path := _dotted(values.get(field))) in names:
             lines.append(f"--{field.replace('_', '-')} {path}: this is what the run does without the flag")

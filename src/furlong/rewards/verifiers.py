@@ -252,6 +252,10 @@ _NOT_CHOSEN = re.compile(
     rf"|\b([A-Z])\)?\*{{0,3}}\s{{1,4}}(?:(?:is|are|was)\s{{1,4}}{_RULED_OUT}|(?:isn['’]t|can(?:not|['’]t))\b)"
 )
 _ALONE = re.compile(r"(?<![A-Za-z0-9'’\-])([A-Z])(?![A-Za-z0-9'’\-])")
+_OFFERED = re.compile(  # what can be chosen: "among A, B, C and D", "(A, B or C)"
+    r"(?:\b(?i:among|amongst|between|from|of|options|choices|letters)[\s:]{1,4}|\()\(?[A-Z]\)?"
+    r"(?:\s{0,2},\s{1,2}\(?[A-HJ-Z]\)?(?![A-Za-z'’])){0,12}\s{0,2},?\s{1,2}(?:and|or)\s{1,2}\(?[A-HJ-Z]\)?(?![A-Za-z'’])"
+)
 _MARKS = re.compile(r"[^a-z0-9]+")
 
 
@@ -259,9 +263,9 @@ def gpqa_score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     r"""Return 1.0 if the response chooses the right option, else 0.0.
 
     The right option is `metadata["correct_letter"]`, or the label: a letter, an index from 0, or the text of one of
-    `metadata["choices"]`. The choice is the first match after `</think>` of: `\boxed{B}`, the last "answer is B" or
-    "Answer: (B)", the last "B is correct", the only letter that the response does not rule out ("not C", "C is wrong"),
-    the text of exactly one choice.
+    `metadata["choices"]`. Lists of options ("among A, B and C") are no choice. The choice is the first match after
+    `</think>` of: `\boxed{B}`, the last "answer is B" or "Answer: (B)", the last "B is correct", the only letter that
+    the response does not rule out ("not C", "C is wrong"), the text of exactly one choice.
     Raises DataError if the label is not an option.
     """
     named = metadata.get("choices") or []
@@ -296,6 +300,7 @@ def _chosen(text: str, choices: Sequence[str], letters: Sequence[str]) -> str | 
     if boxed is not None:
         bare = re.sub(r"\\text(?:bf)?|[{}()\[\].\s]", "", boxed).upper()
         return bare if bare in letters else _by_text(boxed, choices, letters)
+    text = _OFFERED.sub(" ", text)
     for pattern in (_STATED, _IS_CORRECT):
         stated = [letter.upper() for letter in pattern.findall(text) if letter.upper() in letters]
         if stated:

@@ -1,4 +1,4 @@
-"""Small helpers for user functions: tokenizers, tracing, singletons and context parallelism under slime's names."""
+"""Small helpers for user functions under slime's names: tokenizers, tracing, singletons, log-probs for losses."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import asyncio
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
+from furlong.errors import TrainerError
 from furlong.models.tokenizer import load_tokenizer as read_tokenizer
 
 T = TypeVar("T")
@@ -108,3 +112,33 @@ def all_gather_with_cp(tensor: T, total_length: int, response_length: int) -> T:
 def slice_log_prob_with_cp(log_prob: T, total_length: int, response_length: int) -> T:  # noqa: ARG001
     """Return the values: loss hooks work on whole responses, also with context parallelism."""
     return log_prob
+
+
+def get_log_probs_and_entropy(
+    logits: Tensor,
+    *,
+    args: Any,  # noqa: ARG001  the logits are already divided by the temperature
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],  # noqa: ARG001  slime's signature
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    **options: Any,
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """Return an empty tensor and {"log_probs", "entropy"}, each with one tensor per sample.
+
+    logits: [R, V], as `--custom-loss-function-path` gets them. Raises TrainerError for others, and for top-p replay.
+    """
+    if any(value is not None for name, value in options.items() if name.startswith("top_p_")):
+        raise TrainerError("get_log_probs_and_entropy: replay of top-p tokens is not supported; remove top_p_*")
+    lengths = list(response_lengths)
+    if logits.ndim != 2 or len(logits) != sum(lengths):
+        raise TrainerError(
+            f"get_log_probs_and_entropy: the logits have shape {tuple(logits.shape)}, but the responses have "
+            f"{sum(lengths)} tokens; pass the logits that the loss function got"
+        )
+    responses = [tokens[len(tokens) - length :] for tokens, length in zip(unconcat_tokens, lengths, strict=True)]
+    log_probs_RV = torch.log_softmax(logits, -1)
+    values = {"log_probs": log_probs_RV.gather(-1, torch.cat(responses)[:, None]).squeeze(-1)}
+    if with_entropy:
+        values["entropy"] = -(log_probs_RV.exp() * log_probs_RV).sum(-1)
+    return logits.new_empty(0), {name: list(value.split(lengths)) for name, value in values.items()}

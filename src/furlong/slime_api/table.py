@@ -52,8 +52,11 @@ _ROWS = (
     ("slime.rollout.rm_hub.ifbench", f"{_API}.rewards", "compute_ifbench_reward=ifbench_reward"),
     ("slime.rollout.rm_hub.gpqa", f"{_API}.rewards", "compute_gpqa_reward=gpqa_reward"),
     ("slime.backends.megatron_utils.cp_utils", f"{_API}.helpers", "all_gather_with_cp slice_log_prob_with_cp"),
+    ("slime.backends.megatron_utils.loss", f"{_API}.helpers", "get_log_probs_and_entropy"),
 )
+_LOSSES = "miles.backends.training_utils.loss_hub"
 _MILES_ROWS = (  # modules that only Miles has
+    (f"{_LOSSES}.logit_processors", f"{_API}.helpers", "get_log_probs_and_entropy"),
     ("miles.rollout.filter_hub.dynamic_sampling_filters", _FILTERS, "check_no_aborted"),
     ("miles.backends.training_utils.cp_utils", f"{_API}.helpers", "all_gather_with_cp slice_log_prob_with_cp"),
 )
@@ -90,6 +93,8 @@ _REMEDIES = {  # by module or `module:name`; the longest prefix counts
     "slime.rollout.data_source": f"its other classes are only values of --data-source-path; {_SOURCE}",
     "slime.rollout.sleep_rollout": "run `furlong serve` to start an engine without training",
     "slime.rollout.forge_load": "remove the flag; benchmarks/ measures engines",
+    "slime.backends.megatron_utils.loss": "its corrections are values of --custom-tis-function-path, or --tis-mode "
+    "mask (IcePop) and clip; its losses are those of --loss-type; get_log_probs_and_entropy exists",
     "slime.backends": "engines and trainers are furlong's own; remove the import",
     "slime.ray": "processes are furlong's own; remove the import",
 }

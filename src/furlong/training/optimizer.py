@@ -60,17 +60,18 @@ class Schedule:
     """Learning rate as a function of the number of steps taken.
 
     Megatron's schedule: linear from `lr_warmup_init` to `lr` over the warm-up, so its first step uses `lr_warmup_init`;
-    then decay by `lr_decay_style` until `lr_decay_iters`, and `min_lr`. `lr_decay_iters` defaults to `total_steps`. A
-    warm-up by `lr_warmup_fraction` may end between two steps. Megatron counts samples, which only
-    "inverse-square-root" without warm-up depends on: after n steps of `samples_per_step` samples it is
-    lr / sqrt(n samples_per_step). Raises ConfigError if neither end is known and the style needs it, or if the warm-up
-    is not shorter than the decay.
+    then decay by `lr_decay_style` until `lr_decay_iters`, and `min_lr`. `lr_decay_iters` defaults to `total_steps`.
+    "WSD" stays at `lr` and decays by `lr_wsd_decay_style` in the last `lr_wsd_decay_iters` steps. A warm-up by
+    `lr_warmup_fraction` may end between two steps. Megatron counts samples, which only "inverse-square-root" without
+    warm-up depends on: after n steps of `samples_per_step` samples it is lr / sqrt(n samples_per_step). Raises
+    ConfigError if neither end is known and the style needs it, or if the warm-up is not shorter than the decay.
     """
 
     def __init__(self, flags: OptimFlags, *, total_steps: int | None = None, samples_per_step: int = 1) -> None:
         self.flags, self.samples_per_step = flags, samples_per_step
         decay = flags.lr_decay_iters if flags.lr_decay_iters is not None else total_steps
-        needs_end = flags.lr_decay_style in ("linear", "cosine") or flags.lr_warmup_fraction is not None
+        has_end = flags.lr_decay_style in ("linear", "cosine", "WSD")
+        needs_end = has_end or flags.lr_warmup_fraction is not None
         if needs_end and decay is None:
             raise ConfigError(
                 f"--lr-decay-style {flags.lr_decay_style} with --lr-warmup-fraction {flags.lr_warmup_fraction} needs "
@@ -84,7 +85,7 @@ class Schedule:
         self.decay_steps = math.inf if decay is None else decay
         fraction = flags.lr_warmup_fraction
         self.warmup_steps = flags.lr_warmup_iters if fraction is None else fraction * self.decay_steps
-        if flags.lr_decay_style in ("linear", "cosine") and self.warmup_steps >= self.decay_steps:
+        if has_end and self.warmup_steps >= self.decay_steps:
             raise ConfigError(
                 f"the learning rate warms up over {self.warmup_steps:g} steps and decays until step "
                 f"{self.decay_steps:g}; give a shorter --lr-warmup-iters or a longer --lr-decay-iters"
@@ -102,8 +103,18 @@ class Schedule:
         if flags.lr_decay_style == "inverse-square-root":
             warmup_samples = max(self.warmup_steps * self.samples_per_step, 1)
             return max(flags.min_lr, flags.lr * math.sqrt(warmup_samples / max(step * self.samples_per_step, 1)))
-        ratio = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
-        scale = 1.0 - ratio if flags.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+        style, start = flags.lr_decay_style, self.warmup_steps
+        if style == "WSD":
+            style, start = flags.lr_wsd_decay_style, self.decay_steps - (flags.lr_wsd_decay_iters or 0)
+            if step <= start:
+                return flags.lr
+        ratio = (step - start) / (self.decay_steps - start)
+        scale = {
+            "linear": 1.0 - ratio,
+            "cosine": 0.5 * (math.cos(math.pi * ratio) + 1.0),
+            "exponential": 2.0 * 0.5**ratio - 1.0,
+            "minus_sqrt": 1.0 - math.sqrt(ratio),
+        }[style]
         return flags.min_lr + scale * (flags.lr - flags.min_lr)
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from furlong.algo.advantage import token_advantages
+from furlong.algo.log_ratio import kl_estimate
 from furlong.algo.passes import needed_passes
 from furlong.algo.reduce import step_mean
 from furlong.config.sections import AlgoFlags
@@ -357,10 +358,13 @@ class RoundWorker:
     def _with_advantages(self, batch: RolloutBatch) -> RolloutBatch:
         if not self._computes_advantages:
             return batch
-        if self.hooks.advantages is not None:
-            return apply_hook(batch, self.hooks.advantages, provides=("advantages",))
         old = batch.columns.get("rollout_log_probs" if self.algo.use_rollout_logprobs else "old_log_probs")
         ref = batch.columns.get("ref_log_probs")
+        if self.hooks.advantages is not None:
+            kl = np.zeros(len(batch.loss_masks), np.float32)  # as in slime without --kl-coef
+            if self.algo.kl_coef and old is not None and ref is not None:
+                kl = kl_estimate(torch.from_numpy(old), torch.from_numpy(ref), self.algo.kl_loss_type).numpy()
+            return apply_hook(batch.with_columns(kl=kl), self.hooks.advantages, provides=("advantages",))
         advantages_R = token_advantages(
             self.algo,
             rewards_S=torch.from_numpy(batch.rewards),

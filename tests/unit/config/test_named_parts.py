@@ -39,6 +39,16 @@ def test_fully_async_is_never_synchronous(base):
         assert f"--async-buffer-size {ahead}" in resolved.lines[0]
 
 
+def test_corrections_of_slime_and_miles_are_modes(base):
+    for module in ("slime.backends.megatron_utils.loss", "miles.backends.training_utils.loss_hub.corrections"):
+        for name, mode in (("icepop_function", "mask"), ("vanilla_tis_function", "clip")):
+            words = ["--use-tis", "--tis-clip-low", "0.5", "--custom-tis-function-path", f"{module}.{name}"]
+            algo = load(argv(base, *words)).config.algo
+            assert (algo.custom_tis_function_path, algo.tis_mode, algo.tis_clip_low) == (None, mode, 0.5)
+    _, problems = examine(argv(base, *words, "--tis-mode", "mask"))
+    assert any("--tis-mode mask differ; remove one" in problem for problem in problems)
+
+
 def test_flags_of_miles_are_translated_or_have_no_effect(base):
     words = "--fully-async --max-weight-staleness 3 --pause-generation-mode retract --max-seq-len 200 --qkv-format bshd"
     words += " --use-session-server v2 --tito-model qwen3 --custom-agent-function-path agent.py:run --use-prometheus"

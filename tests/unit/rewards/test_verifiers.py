@@ -164,7 +164,10 @@ def test_gpqa_finds_the_chosen_letter():
         ("Not B, not C: A", "A"), ("It is neither A nor B. C is wrong. So D", "D"),
         ("Not (A), rule out B, and C isn't possible: D", "D"),
         ("We eliminate B and eliminate C; D can't be; hence A", "A"), ("not A, not B, not C, not D", None),
-        ("", None),
+        ("The answer among A, B, C and D is A", "A"), ("The correct option among A, B, C, and D is B.", "B"),
+        ("The answer (A, B, C or D) is C", "C"), ("Of the options A, B, C and D, A is correct", "A"),
+        ("Choosing between (A) and (B), the answer is (B)", "B"), ("The answer is B and C is wrong", "B"),
+        ("It is one of A or B", None), ("The answer is A and I am sure", "A"), ("", None),
     ]  # fmt: skip
     for response, chosen in cases:
         scores = {letter: gpqa_score(response, letter, CHOICES) for letter in "ABCD"}

@@ -98,6 +98,8 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"--kl-coef {algo.kl_coef} has no effect with --advantage-estimator {name}, whose advantages do not "
             "include the KL; use --use-kl-loss --kl-loss-coef"
         )
+    if config.optim.lr_decay_style == "WSD" and config.optim.lr_wsd_decay_iters is None:
+        yield "--lr-decay-style WSD without the length of its decay; add --lr-wsd-decay-iters"
     if algo.loss_type == "custom_loss" and algo.custom_loss_function_path is None:
         yield "--loss-type custom_loss without a loss function; add --custom-loss-function-path"
     is_own = rollout.rollout_function_path or config.debug.load_debug_rollout_data

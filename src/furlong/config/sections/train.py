@@ -116,11 +116,23 @@ class OptimFlags:
     optimizer: Literal["adam", "sgd"] = flag("adam", "Optimizer; `adam` is AdamW (decoupled weight decay).")
     lr: float = flag(1e-6, "Learning rate.", within="[0, inf)")
     min_lr: float = flag(0.0, "Learning rate at the end of the decay.", within="[0, inf)", bound="<= lr")
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = flag(
-        "constant", "Shape of the learning-rate decay after the warm-up."
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
+        "constant",
+        "Shape of the learning-rate decay after the warm-up. Default: constant; linear in train.py and "
+        "train_async.py, as in slime.",
     )
     lr_decay_iters: int | None = flag(
         None, "Optimizer steps until --min-lr is reached. Default: all steps of the run.", within="[1, inf)"
+    )
+    lr_wsd_decay_iters: int | None = flag(
+        None,
+        "Length of the decay at the end, in optimizer steps, with --lr-decay-style WSD.",
+        within="[1, inf)",
+        bound="<= lr_decay_iters",
+        needs="lr_decay_style=WSD",
+    )
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
+        "exponential", "Shape of the decay at the end, with --lr-decay-style WSD.", needs="lr_decay_style=WSD"
     )
     lr_warmup_iters: int = flag(
         0, "Optimizer steps over which the learning rate rises to --lr.", within="[0, inf)", bound="<= lr_decay_iters"
