@@ -21,18 +21,20 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from launch_commands import TrainingCommand, launch_scripts, training_commands
+import warm_python
+from launch_commands import launch_scripts, training_commands
 from launch_standins import Flags, model_config, rewrite_paths, write_model, write_prompts
 
 HIDDEN = ("slime", "miles", "train.py", "train_async.py", ".git", "runs")  # of the checkout: furlong takes their place
 LIMIT_S = 600
 WORKERS = 2
+PRELOADED = ("furlong.diagnosis.preflight", "furlong.config.command_line", "launch_standins")
 
 # Reasons that other work removes, or that are meant: what a problem contains, by its category. The first that matches.
 ON_PURPOSE = {
@@ -136,15 +138,18 @@ def check_all(slime_dir: Path, *, only: str = "") -> list[Verdict]:
     scripts = [script for script in scripts if only in str(script.relative_to(slime_dir))]
     with tempfile.TemporaryDirectory() as folder:
         root = shadow(slime_dir, Path(folder) / "checkout")
-        work = [(script.relative_to(slime_dir), Path(folder) / str(number)) for number, script in enumerate(scripts)]
-        # launchers in Python need the modules of the checkout
-        places = {".sh": root, ".py": slime_dir}
-        commands = [
-            training_commands(places[script.suffix] / script, places[script.suffix], scratch)
-            for script, scratch in work
-        ]
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        environment |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        (warm := Path(folder) / "warm").mkdir()
+        python = warm_python.start(warm, PRELOADED, environment=environment) / "python"
+
+        def check(job: tuple[int, Path]) -> Verdict:
+            number, script = job
+            scratch = Path(folder) / str(number)
+            return verdict_of(script.relative_to(slime_dir), scratch, slime_dir, root, python, environment)
+
         with ThreadPoolExecutor(WORKERS) as pool:
-            return list(pool.map(lambda job: verdict_of(*job[0], job[1], root), zip(work, commands, strict=True)))
+            return list(pool.map(check, enumerate(scripts)))
 
 
 def shadow(slime_dir: Path, folder: Path) -> Path:
@@ -160,8 +165,12 @@ def shadow(slime_dir: Path, folder: Path) -> Path:
     return folder
 
 
-def verdict_of(script: Path, scratch: Path, commands: Sequence[TrainingCommand], root: Path) -> Verdict:
-    """Check the command of one script in a separate process."""
+def verdict_of(
+    script: Path, scratch: Path, slime_dir: Path, root: Path, python: Path, environment: Mapping[str, str]
+) -> Verdict:
+    """Check the command of one script in a separate process, which `python` starts."""
+    place = slime_dir if script.suffix == ".py" else root  # launchers in Python need the modules of the checkout
+    commands = training_commands(place / script, place, scratch)
     if not commands:
         return Verdict(str(script), "refused", "no command", ("the script starts no training command",))
     command = commands[-1]
@@ -177,12 +186,10 @@ def verdict_of(script: Path, scratch: Path, commands: Sequence[TrainingCommand],
     request = {"words": [*words, *added], "is_async": command.entry_point == "train_async.py"}
     paths = [str((root / script).parent), str(root), str(CODING_AGENT)]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).resolve()), "--judge"],
-        input=json.dumps(request), capture_output=True, text=True, cwd=root, env=environment, timeout=LIMIT_S,
-        check=False,
+        [python, str(Path(__file__).resolve()), "--judge"],
+        input=json.dumps(request), capture_output=True, text=True, cwd=root,
+        env={**environment, "PYTHONPATH": os.pathsep.join(paths)}, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     if done.returncode:
         return Verdict(str(script), "refused", "crash", (done.stderr[-2000:],), tuple(notes), model)

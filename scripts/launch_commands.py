@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,6 @@ ENTRY_POINTS = ("train.py", "train_async.py")
 TOOLS = ("awk", "basename", "cat", "cut", "date", "dirname", "expr", "grep", "head", "sed", "seq", "tail", "tr", "wc")
 PYTHON_WORDS = ((), ("train",), ("full-train",))  # arguments to try; some launchers have subcommands
 TIME_LIMIT_S = 20
-MAX_FILE_BYTES = 1 << 20  # nothing that a script writes is needed
 CALLS_TRAINING = re.compile(r"\btrain(_async)?\.py\b")
 PYTHON_LAUNCH = re.compile(r"^(?!\s*def ).*\bexecute_train\(")
 _END, _REST = "\x01", "\x02"
@@ -33,8 +32,13 @@ _ASSIGNED = re.compile(r"\b([A-Z]\w*)=(?!\"?\$\{\1:-\}\"?\s)|\bfor (\w+) in|prin
 
 # Functions take precedence over builtins and PATH. `set -e` must not end a script because a command printed nothing. A
 # missing file is looked up in scripts/models, since one of slime's scripts names it by a wrong relative path. A command
-# that begins with a flag is the rest of the command before, which lacks a backslash.
-_PRELUDE = """
+# that begins with a flag is the rest of the command before, which lacks a backslash. Files have at most 1 MiB: nothing
+# that a script writes is needed.
+_PRELUDE = (
+    f"""
+ulimit -f 1024 -t {TIME_LIMIT_S}
+"""
+    + """
 set -C
 record() {
   local word
@@ -55,6 +59,7 @@ source() {
   if [ -f "$1" ]; then builtin source "$@"; else builtin source "$MODEL_SCRIPTS/${1##*/}"; fi
 }
 """
+)
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,11 @@ class TrainingCommand:
 def launch_scripts(slime_dir: Path) -> tuple[list[Path], list[Path]]:
     """Return the launch scripts of slime or Miles, and other scripts that start training (tests, plugins).
 
-    Launch scripts are those below `scripts/` and `examples/` that call `train.py`, `train_async.py` or, in Python,
-    `execute_train`; files of `scripts/models` only define arrays, so they do not count.
+    Launch scripts are those below `scripts/` and `examples/` that call `train.py`, `train_async.py` or, in Python of
+    Miles, `execute_train`; files of `scripts/models` only define arrays, so they do not count.
     """
-    found = (path for kind in ("*.sh", "*.py") for path in slime_dir.rglob(kind))
+    kinds = ("*.sh", "*.py") if (slime_dir / "miles").is_dir() else ("*.sh",)
+    found = (path for kind in kinds for path in slime_dir.rglob(kind))
     scripts = [path for path in sorted(found) if path.is_file() and _calls_training(path)]
     launched = [path for path in scripts if path.relative_to(slime_dir).parts[0] in ("scripts", "examples")]
     return launched, [path for path in scripts if path not in launched]
@@ -122,12 +128,14 @@ def training_commands(script: Path, root: Path, scratch: Path) -> list[TrainingC
         stderr=subprocess.DEVNULL,
         pass_fds=(writer,),
         start_new_session=True,
-        preexec_fn=_limit,
     ) as process:
         os.close(writer)
-        timer = _Deadline(process)
-        with os.fdopen(reader, "rb") as captured, timer:
+        timer = threading.Timer(TIME_LIMIT_S, _kill, [process])
+        timer.start()
+        with os.fdopen(reader, "rb") as captured:
             words = captured.read().decode().split("\0")[:-1]
+        timer.cancel()
+        _kill(process)
     return _split(words)
 
 
@@ -172,29 +180,11 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
-class _Deadline:
-    """Kills a process group after `TIME_LIMIT_S`, and what is left of it on exit."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    def __enter__(self) -> None:
-        self._previous = signal.signal(signal.SIGALRM, lambda *_: self._kill())
-        signal.alarm(TIME_LIMIT_S)
-
-    def __exit__(self, *_: object) -> None:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, self._previous)
-        self._kill()
-
-    def _kill(self) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def _limit() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (TIME_LIMIT_S, TIME_LIMIT_S))
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process group of a script that still runs."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _namespaces() -> list[str]:

@@ -27,6 +27,8 @@ from furlong.quantization.ignore_list import NEVER_QUANTIZED, is_ignored, module
 from furlong.quantization.scheme import format_of, quantization_settings
 from furlong.quickstart.quickstart import model_folder
 
+# Fields that a copy of the model's config.json elsewhere confirms: in aiconfigurator-core 0.12, litgpt 0.5.13, defaults
+# of transformers, or public repositories. Others are left out and come from the flags of the script.
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "published_models.json").read_text())
 SUFFIX = re.compile(r"-(instruct|fp8|int4|bf16)$", re.IGNORECASE)  # of variants with the same sizes
 Flags = Mapping[str, Sequence[str]]  # flag -> its words
