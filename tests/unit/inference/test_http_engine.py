@@ -66,6 +66,46 @@ def test_a_request_contains_everything_that_determines_the_answer():
     assert done.versions == [-1, -1]  # "default" is not a version number
 
 
+def test_log_probs_within_a_schema_are_asked_for_without_it():
+    versions = iter(["1", "2", "2", "2"])  # an update comes between the first completion and its log-probs
+
+    def answer(body):
+        version = next(versions)
+        if "json_schema" in body["sampling_params"]:
+            return 200, reply([4, 5], version=version)
+        rows = [[None, 2, None], [-7.0, 4, None], [-8.0, 5, None]]
+        return 200, reply([], version=version, input_token_logprobs=rows)
+
+    params = SamplingParams(max_new_tokens=3, stop=("x",), json_schema="{}")
+    with scripted(answer) as (servers, engine):
+        done = run(engine, lambda: engine.generate([1, 2], params))
+    assert (done.tokens, done.log_probs, done.versions) == ([4, 5], [-7.0, -8.0], [2, 2])
+    asked = generated(servers[0])
+    assert [body["input_ids"] for body in asked] == [[1, 2], [1, 2, 4, 5]] * 2
+    scored = asked[1]
+    assert (scored["logprob_start_len"], scored["sampling_params"]["max_new_tokens"]) == (1, 0)
+
+
+def test_a_completion_within_a_schema_that_is_aborted_has_no_tokens():
+    async def answer(body):
+        while all(path != "/abort_request" for path, _ in servers[0].asked):
+            await asyncio.sleep(0.001)
+        return 200, reply([4], reason="abort")
+
+    with scripted(answer) as (servers, engine):
+
+        async def main():
+            call = asyncio.create_task(engine.generate([1], SamplingParams(json_schema="{}"), session="s"))
+            while not generated(servers[0]):
+                await asyncio.sleep(0.001)
+            await engine.abort(["s"])
+            return await call
+
+        done = run(engine, main)
+    assert (done.tokens, done.log_probs, done.finish_reason) == ([], [], "abort")
+    assert len(generated(servers[0])) == 1
+
+
 @pytest.mark.parametrize("status", [400, 500])
 def test_a_refusal_is_an_error_at_once_with_the_servers_reason(status):
     with scripted(lambda body: (status, {"error": {"message": "no such thing"}})) as (servers, engine):

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ import torch
 from chat_zoo import TOOLS, Script, bpe_tokenizer
 from fakes_engine import tiny_engine, tiny_model
 from fakes_rollout import ScriptedEngine
+from furlong.chat.messages import MessageError
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.http_server import running_server
 from furlong.interfaces import Completion, SamplingParams
@@ -123,6 +125,18 @@ def test_without_the_library_the_error_says_how_to_install_it(monkeypatch):
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_training_refuses_a_schema_at_a_temperature_without_exact_log_probs():
+    class Sglang(ScriptedEngine):
+        schema_temperatures = (0.0, 1.0)
+
+    for temperature, is_trained, is_refused in ((0.8, True, True), (0.8, False, False), (1.0, True, False)):
+        call = Policy(Sglang(), None, "s", is_trained=is_trained).generate(
+            [1], json_schema="{}", temperature=temperature
+        )
+        with pytest.raises(MessageError, match="use --rollout-temperature 1") if is_refused else nullcontext():
+            asyncio.run(call)
 
 
 def test_a_forced_call_continues_the_conversation():
