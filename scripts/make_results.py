@@ -93,13 +93,18 @@ def members(group: str, rows: Mapping[str, ResultRow]) -> list[ResultRow]:
 def section(name: str, group: RowGroup, rows: Sequence[ResultRow], published: Mapping[str, Result]) -> list[str]:
     """Return heading, table, conditions and figure of a group."""
     lines = [f"## {group.title}", ""]
+    unmeasured = [row.name for row in rows if row.name not in published]
+    rows = [row for row in rows if row.name in published]
     for task in dict.fromkeys(row.task for row in rows):
         named = ", ".join(f"`{row.name}`" for row in rows if row.task == task)
         lines += [f"Task of {named}: {task.title}; model: {task.model}; {task.steps} steps.", ""]
     lines += ["| row | method | before | after | per seed | result | seconds | tokens |", "|" + "---|" * 8]
-    lines += [table_row(row, published.get(row.name)) for row in rows]
+    lines += [table_row(row, published[row.name]) for row in rows]
     lines += ["", *(f"- `{row.name}`: {remark}" for row in rows if (remark := remark_of(row))), ""]
-    lines += [*conditions([published[row.name] for row in rows if row.name in published]), ""]
+    lines += [*conditions([published[row.name] for row in rows]), ""]
+    if unmeasured:
+        names = ", ".join(f"`{name}`" for name in unmeasured)
+        lines += [f"Rows without a published result, which run the same way: {names}.", ""]
     lines += rivals(rows, group, published)
     if group.text:
         lines += [group.text, ""]
@@ -110,11 +115,9 @@ def section(name: str, group: RowGroup, rows: Sequence[ResultRow], published: Ma
     return lines
 
 
-def table_row(row: ResultRow, result: Result | None) -> str:
+def table_row(row: ResultRow, result: Result) -> str:
     """Return the line of a row."""
     head = f"| `{row.name}` | {row.method} |"
-    if result is None:
-        return f"{head} | not run | | | | |"
     if "after" not in result:
         return f"{head} | | | failed: {result['reason'].splitlines()[-1]} | | |"
     seeds = ", ".join(f"{share:.1%}" for share in result["after_by_seed"])

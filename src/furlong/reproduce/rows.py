@@ -34,7 +34,8 @@ NEEDS = {
 class RowTask:
     """A task that rows train on: model, held-out set, budget and the flags that all its rows share.
 
-    problems: sums to write per seed. accuracy_key: key of rewards that says whether an answer is right.
+    problems: sums to write per seed. accuracy_key: key of rewards that says whether an answer is right. prepare, needs:
+    of all its rows.
     """
 
     title: str
@@ -45,6 +46,8 @@ class RowTask:
     problems: int = 0
     shipped_model: bool = False
     accuracy_key: str | None = None
+    prepare: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,15 @@ class Settings:
 def read_rows() -> tuple[dict[str, RowGroup], dict[str, ResultRow]]:
     """Return groups and rows, by name."""
     content: Any = yaml.safe_load((PACKAGE / "rows.yaml").read_text(encoding="utf-8"))
-    tasks = {name: RowTask(**fields) for name, fields in content["tasks"].items()}
+    tasks = {
+        name: RowTask(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+        for name, fields in content["tasks"].items()
+    }
     rows: dict[str, ResultRow] = {}
     for name, fields in content["rows"].items():
-        lists: dict[str, Any] = {key: tuple(fields.pop(key, ())) for key in ("prepare", "needs")}
-        rows[name] = ResultRow(name=name, task=tasks[fields.pop("task")], **lists, **fields)
+        task = tasks[fields.pop("task")]
+        lists: dict[str, Any] = {key: (*getattr(task, key), *fields.pop(key, ())) for key in ("prepare", "needs")}
+        rows[name] = ResultRow(name=name, task=task, **lists, **fields)
     return {name: RowGroup(**fields) for name, fields in content["groups"].items()}, rows
 
 
