@@ -87,7 +87,7 @@ BUDGET = {
     "models": 3400,
     "quantization": 1260,
     "quickstart": 350,
-    "reproduce": 575,
+    "reproduce": 590,
     "rewards": 1730,
     "rollout": 4430,
     "run": 1420,
