@@ -69,22 +69,22 @@ ALLOWED |= {
 }
 # Lines of Python per package, "furlong" for the modules that are in none.
 BUDGET = {
-    "algo": 1240,
+    "algo": 1350,
     "catalogue": 1212,
     "chat": 1365,
     "cluster": 1530,
     "commands": 1880,
-    "config": 6520,
-    "core": 4020,
+    "config": 6720,
+    "core": 4040,
     "data": 2840,
     "diagnosis": 5730,
     "environments": 1200,
     "evals": 400,
     "files": 1290,
-    "furlong": 1260,
+    "furlong": 1270,
     "inference": 9990,
-    "loop": 1200,
-    "models": 3400,
+    "loop": 1210,
+    "models": 3530,
     "quantization": 1260,
     "quickstart": 350,
     "reproduce": 590,
@@ -97,11 +97,11 @@ BUDGET = {
     "slime_api": 995,
     "tools": 3559,
     "tracking": 1060,
-    "training": 9050,
+    "training": 9370,
     "transfer": 710,
     "view": 1530,
     "weight_sync": 2000,
-    "wiring": 1915,
+    "wiring": 1960,
 }
 ONLY_IN = {"ray": {"cluster"}, "sglang": {"inference"}, "megatron": {"training", "models"}}  # third party: only there
 NEVER = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}  # nothing unpickles data from a network or a file

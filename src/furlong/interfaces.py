@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from furlong.core.algorithms import Role
 from furlong.core.batch import MicroBatch, RolloutBatch
 from furlong.core.device_memory import DeviceMemory, MemoryTransfer
 from furlong.core.metric import Metrics
@@ -179,7 +180,7 @@ class Trainer(ABC):
         """Restore what `save` wrote."""
 
     @abstractmethod
-    async def save_hf(self, folder: Path) -> None:
+    async def save_hf(self, folder: Path, *, model: Role = "actor") -> None:
         """Write a folder that transformers can load."""
 
     async def offload(self) -> MemoryTransfer:
@@ -215,6 +216,7 @@ class Trainer(ABC):
 class TokenStats:
     """Results of a forward pass for each response token, float32 [R].
 
+    log_probs_R: of a policy; [0] for a value model. values_R: of a value model: the prediction from the tokens before.
     logits_RV: only for losses with `needs_logits`.
     policy_routes: the experts that the policy's own routers chose, for `MicroBatch.policy_routes`.
     rerouted_R: fraction of the engine's expert choices for the token before, over all layers, that the policy's routers
@@ -226,6 +228,12 @@ class TokenStats:
     logits_RV: Tensor | None = None
     policy_routes: Tensor | None = None
     rerouted_R: Tensor | None = None
+    values_R: Tensor | None = None
+
+    @property
+    def output_R(self) -> Tensor:  # noqa: N802  axes
+        """What the model's head gives per token: values, or log-probs."""
+        return self.log_probs_R if self.values_R is None else self.values_R
 
 
 class LossFn(Protocol):

@@ -56,8 +56,18 @@ MOMENTS = ("start", "start", "save", "step", "save", "step", "save", "step")
                 "async_save": True,
             },
         ),
+        (
+            4,
+            {
+                "save_interval": 1,
+                "advantage_estimator": "ppo",
+                "num_critic_only_steps": 9,
+                "normalize_advantages": True,
+                "async_save": True,
+            },
+        ),
     ],
-    ids=["one_ahead_shuffled", "filtered_over_sampled_saved_in_the_background"],
+    ids=["one_ahead_shuffled", "filtered_over_sampled_saved_in_the_background", "critic_in_its_warm_up"],
 )
 def test_run_killed_eight_times_ends_like_one_that_was_not(seed, changes, model, tmp_path, forked):
     rng = random.Random(seed)

@@ -32,6 +32,14 @@ SETTINGS = {
     },
     "old_actor_kept": {"async_buffer_size": 1, "keep_old_actor": True, "global_batch_size": 8},
     "bfloat16": {"bf16": True},
+    "critic_in_its_warm_up": {
+        "advantage_estimator": "ppo",
+        "num_critic_only_steps": 3,
+        "global_batch_size": 8,
+        "normalize_advantages": True,
+        "kl_coef": 0.01,
+        "kl_loss_type": "k3",
+    },
     "filtered": {"dynamic_sampling_filter_path": "furlong.rollout.filters.check_reward_nonzero_std"},
     "filtered_and_over_sampled": {
         "dynamic_sampling_filter_path": "furlong.rollout.filters.check_reward_nonzero_std",

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from furlong.core.algorithms import Role
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, mean
 from furlong.core.sample import Group
@@ -103,7 +104,7 @@ class FakeTrainer(Trainer):
     async def load(self, folder: Path) -> None:
         self.world.trained_steps = int((folder / "steps").read_text())
 
-    async def save_hf(self, folder: Path) -> None:
+    async def save_hf(self, folder: Path, *, model: Role = "actor") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text("{}")
 

@@ -73,7 +73,7 @@ class FakeBackend(Backend):
     def reset_optimizer(self, *, model: Role = "actor") -> None:
         self.calls.append("reset_optimizer")
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, *, model: Role = "actor") -> Iterator[tuple[str, Tensor]]:
         yield "table", self.table_VV.detach()
 
     def copy_weights(self, source: Role, target: Role) -> None:
@@ -99,7 +99,7 @@ class FakeBackend(Backend):
             self.table_VV.copy_(tensors.pop("actor"))
         self.frozen = tensors
 
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: Path, *, model: Role = "actor") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         save_file({"table": self.table_VV.detach()}, folder / "model.safetensors")
         (folder / "config.json").write_text("{}")

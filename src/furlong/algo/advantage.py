@@ -103,7 +103,8 @@ class AdvantageInputs:
     """Concatenated whole responses with their rewards.
 
     rewards_S: after group normalization; mask_R: float; seq_of_R: non-decreasing sequence index; kl_R: KL estimate of
-    each token against the reference, None if the KL coefficient is 0.
+    each token against the reference, None if the KL coefficient is 0. values_R: the critic's prediction before each
+    token, None without a critic; lambd: of the generalized advantage estimate.
     """
 
     rewards_S: Tensor
@@ -112,6 +113,8 @@ class AdvantageInputs:
     kl_R: Tensor | None
     kl_coef: float
     gamma: float
+    values_R: Tensor | None = None
+    lambd: float = 1.0
 
     @property
     def kl_penalty(self) -> Tensor:
@@ -137,8 +140,36 @@ def penalized_advantages(inputs: AdvantageInputs) -> Tensor:
 def return_advantages(inputs: AdvantageInputs) -> Tensor:
     """Return A_t = sum over s >= t of gamma^(s-t) r_s, [R] (REINFORCE++, arXiv:2501.03262 eq. 5-6).
 
-    r_s is the token's negative KL penalty, plus the sample's reward at its last unmasked token. Masked tokens (tool
-    output) have no penalty but are discounted over. A response without an unmasked token has returns of 0.
+    r_s is that of `token_rewards`. Masked tokens (tool output) are discounted over.
+    """
+    return discounted_returns(token_rewards(inputs), inputs.seq_of_R, gamma=inputs.gamma)
+
+
+def gae_advantages(inputs: AdvantageInputs) -> Tensor:
+    """Return the generalized advantage estimate, [R] (arXiv:1506.02438 eq. 16); masked tokens are 0.
+
+    A_t = sum over s >= t of (gamma lambda)^(s-t) delta_s, delta_t = r_t + gamma V_{t+1} - V_t, over the trained tokens
+    of a sample only: masked tokens (tool output) are neither steps nor discounted over. r_t is that of
+    `token_rewards`, and the value after the last trained token is 0, also for a truncated response. Raises DataError
+    without values.
+    """
+    if inputs.values_R is None:
+        raise DataError("generalized advantage estimation needs the critic's values; got none")
+    kept_K = torch.nonzero(inputs.mask_R > 0).squeeze(1)
+    seq_of_K, values_K = inputs.seq_of_R[kept_K], inputs.values_R[kept_K].double()
+    next_K = torch.zeros_like(values_K)
+    next_K[:-1] = torch.where(seq_of_K[1:] == seq_of_K[:-1], values_K[1:], 0.0)
+    delta_K = token_rewards(inputs)[kept_K].double() + inputs.gamma * next_K - values_K
+    advantages_R = torch.zeros_like(inputs.values_R)
+    summed_K = discounted_returns(delta_K, seq_of_K, gamma=inputs.gamma * inputs.lambd)
+    advantages_R[kept_K] = summed_K.to(advantages_R.dtype)
+    return advantages_R
+
+
+def token_rewards(inputs: AdvantageInputs) -> Tensor:
+    """Return the reward of each token, [R]: its negative KL penalty, plus the sample's at its last unmasked token.
+
+    Masked tokens have none. A response without an unmasked token has rewards of 0.
     """
     num_sequences = len(inputs.rewards_S)
     position_R = torch.arange(len(inputs.mask_R), device=inputs.mask_R.device)
@@ -147,13 +178,14 @@ def return_advantages(inputs: AdvantageInputs) -> Tensor:
     has_token_S = last_S >= 0
     token_rewards_R = -inputs.kl_penalty
     token_rewards_R[last_S[has_token_S]] += inputs.rewards_S[has_token_S]
-    return discounted_returns(token_rewards_R, inputs.seq_of_R, gamma=inputs.gamma)
+    return token_rewards_R
 
 
 ADVANTAGES: Mapping[str, Callable[[AdvantageInputs], Tensor]] = {
     "constant": constant_advantages,
     "penalized": penalized_advantages,
     "return": return_advantages,
+    "gae": gae_advantages,
 }
 
 
@@ -221,13 +253,16 @@ def token_advantages(
     seq_of_R: Tensor,
     old_log_probs_R: Tensor | None = None,
     ref_log_probs_R: Tensor | None = None,
+    values_R: Tensor | None = None,
     reduce: Reduce = identity,
-) -> Tensor:
-    """Return the advantage of each response token of S concatenated responses, [R].
+) -> tuple[Tensor, Tensor]:
+    """Return advantage and return of each response token of S concatenated responses, [R] each.
 
-    `reduce` sums over the ranks with the rest of the rollout; only --normalize-advantages calls it, twice, on every
-    rank. `old_log_probs_R` (the trainer's, or the engine's with --use-rollout-logprobs) and `ref_log_probs_R` are read
-    if the algorithm has KL in the reward. Raises DataError if they are missing then.
+    The return is what the critic learns to predict: the advantage before whitening plus the value, 0 at masked tokens.
+    Without a critic's `values_R` it is the advantage. `reduce` sums over the ranks with the rest of the rollout; only
+    --normalize-advantages calls it, twice, on every rank. `old_log_probs_R` (the trainer's, or the engine's with
+    --use-rollout-logprobs) and `ref_log_probs_R` are read if the algorithm has KL in the reward. Raises DataError if
+    they are missing then.
     """
     row = find_algorithm(flags.advantage_estimator)
     kl_R = None
@@ -238,6 +273,9 @@ def token_advantages(
                 f"old: {old_log_probs_R is not None}, reference: {ref_log_probs_R is not None}"
             )
         kl_R = kl_estimate(old_log_probs_R, ref_log_probs_R, flags.kl_loss_type)
-    inputs = AdvantageInputs(rewards_S, mask_R, seq_of_R, kl_R, flags.kl_coef, flags.gamma)
-    advantages_R = ADVANTAGES[row.advantages](inputs)
-    return whiten(advantages_R, mask_R, reduce=reduce) if flags.normalize_advantages else advantages_R
+    inputs = AdvantageInputs(rewards_S, mask_R, seq_of_R, kl_R, flags.kl_coef, flags.gamma, values_R, flags.lambd)
+    raw_R = ADVANTAGES[row.advantages](inputs)
+    advantages_R = whiten(raw_R, mask_R, reduce=reduce) if flags.normalize_advantages else raw_R
+    if values_R is None:
+        return advantages_R, advantages_R
+    return advantages_R, torch.where(mask_R > 0, raw_R + values_R, 0.0)

@@ -26,4 +26,4 @@ def needed_passes(
         read.add("ref_log_probs")
     if flags.use_rollout_entropy:
         read.add("entropy")
-    return tuple(each for each in row.passes if read.intersection(each.reads))
+    return tuple(each for each in row.passes if not each.reads or read.intersection(each.reads))

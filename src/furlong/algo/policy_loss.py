@@ -140,7 +140,7 @@ class PolicyLoss:
         keep_R, weight_R = micro.mask_R > 0, micro.weight_R
         live_R = torch.where(keep_R, stats.log_probs_R, 0.0)
         train_R = micro.columns.get("old_log_probs", stats.log_probs_R.detach())
-        old_R = _column(micro, "rollout_log_probs") if flags.use_rollout_logprobs else train_R
+        old_R = column(micro, "rollout_log_probs") if flags.use_rollout_logprobs else train_R
         log_ratio_R = torch.where(keep_R, live_R - old_R, 0.0)
         pg_R, means = self._policy_terms(micro, live_R, log_ratio_R, keep_R)
         if self.correction is not None:
@@ -155,7 +155,7 @@ class PolicyLoss:
             if self.entropy_grad:
                 loss = loss - flags.entropy_coef * (entropy_R * weight_R).sum()
         if flags.use_kl_loss:
-            ref_R = torch.where(keep_R, _column(micro, "ref_log_probs"), 0.0)
+            ref_R = torch.where(keep_R, column(micro, "ref_log_probs"), 0.0)
             ratio_R = bounded_exp(log_ratio_R) if flags.use_unbiased_kl else None
             kl_R = kl_estimate(live_R, ref_R, flags.kl_loss_type, ratio_R=ratio_R)
             means["kl_loss"] = kl_R
@@ -163,13 +163,13 @@ class PolicyLoss:
                 loss = loss + flags.kl_loss_coef * (kl_R * weight_R).sum()
         if (rollout_R := micro.columns.get("rollout_log_probs")) is not None:
             means |= mismatch_metrics(train_R, rollout_R, micro.mask_R)
-        return loss, _metrics(sums={"loss": loss, "pg_loss": pg_loss}, means_R=means, weight_R=weight_R)
+        return loss, loss_metrics(sums={"loss": loss, "pg_loss": pg_loss}, means_R=means, weight_R=weight_R)
 
     def _policy_terms(
         self, micro: MicroBatch, live_R: Tensor, log_ratio_R: Tensor, keep_R: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each token before corrections, and metrics of the ratio."""
-        advantages_R = torch.where(keep_R, _column(micro, "advantages"), 0.0)
+        advantages_R = torch.where(keep_R, column(micro, "advantages"), 0.0)
         token_log_ratio_R = log_ratio_R
         if self.algorithm.sequence_level:
             log_ratio_R = sequence_log_ratio(log_ratio_R, micro.mask_R, micro.seq_of_R, micro.num_sequences)
@@ -191,7 +191,7 @@ def tis_correction(flags: AlgoFlags) -> CustomCorrection:
     def correct(
         micro: MicroBatch, *, pg_loss_R: Tensor, train_log_probs_R: Tensor
     ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-        rollout_R, sequences = _column(micro, "rollout_log_probs"), (micro.mask_R, micro.seq_of_R, micro.num_sequences)
+        rollout_R, sequences = column(micro, "rollout_log_probs"), (micro.mask_R, micro.seq_of_R, micro.num_sequences)
         tis_R, metrics = importance_weights(flags, train_log_probs_R, rollout_R, *sequences)
         return pg_loss_R * tis_R, micro.mask_R, metrics
 
@@ -221,7 +221,7 @@ class SftLoss:
         """Return the loss of one micro-batch; metric `loss` is a sum, `nll` its mean over weights."""
         nll_R = torch.where(micro.mask_R > 0, -stats.log_probs_R, 0.0)
         loss = (nll_R * micro.weight_R).sum()
-        return loss, _metrics(sums={"loss": loss}, means_R={"nll": nll_R}, weight_R=micro.weight_R)
+        return loss, loss_metrics(sums={"loss": loss}, means_R={"nll": nll_R}, weight_R=micro.weight_R)
 
 
 class CustomLoss:
@@ -239,11 +239,12 @@ class CustomLoss:
         """Call the function and add a `loss` metric if it returns none."""
         loss, metrics = self.fn(micro, stats)
         if "loss" not in metrics:
-            metrics = {**_metrics(sums={"loss": loss}, means_R={}, weight_R=micro.weight_R), **metrics}
+            metrics = {**loss_metrics(sums={"loss": loss}, means_R={}, weight_R=micro.weight_R), **metrics}
         return loss, metrics
 
 
-def _column(micro: MicroBatch, name: str) -> Tensor:
+def column(micro: MicroBatch, name: str) -> Tensor:
+    """Return a per-token column. Raises DataError if the micro-batch does not have it."""
     try:
         return micro.columns[name]
     except KeyError:
@@ -253,8 +254,8 @@ def _column(micro: MicroBatch, name: str) -> Tensor:
         ) from None
 
 
-def _metrics(*, sums: Mapping[str, Tensor], means_R: Mapping[str, Tensor], weight_R: Tensor) -> Metrics:
-    """Fetch all numbers with one device-to-host copy."""
+def loss_metrics(*, sums: Mapping[str, Tensor], means_R: Mapping[str, Tensor], weight_R: Tensor) -> Metrics:
+    """Return metrics: `sums`, and means with `weight_R` of `means_R`, all fetched with one device-to-host copy."""
     with torch.no_grad():
         totals = [weight_R.sum(), *sums.values()]
         if means_R:

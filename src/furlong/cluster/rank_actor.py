@@ -25,6 +25,7 @@ import torch
 from furlong.cluster.actor_process import Failure, answer_with_stacks, die_with_parent, local_address
 from furlong.config.sections import ClusterFlags
 from furlong.core.addresses import socket_for
+from furlong.core.algorithms import Role
 from furlong.core.device_memory import DeviceMemory, MemoryTransfer
 from furlong.core.garbage import import_without_gc
 from furlong.core.metric import Metrics
@@ -226,9 +227,9 @@ class TrainerRank:
         """Restore what `save` wrote."""
         self.parts.worker.load(folder)
 
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: Path, model: Role) -> None:
         """Write this rank's part of a folder that transformers loads."""
-        self.parts.worker.awake.save_hf(folder)
+        self.parts.worker.awake.save_hf(folder, model=model)
 
     def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> WeightRecord | None:
         """Send this rank's part of the weights; rank 0 returns the record of what was sent."""

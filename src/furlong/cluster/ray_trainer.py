@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from furlong.cluster.actor_process import Failure, ask_for_stacks
 from furlong.cluster.gpu_placement import Placement
 from furlong.cluster.rank_actor import RankLocation, RankSettings, TrainerRank, written_marker
+from furlong.core.algorithms import Role
 from furlong.core.batch import FlopsModel, IntArray, RolloutBatch
 from furlong.core.device_memory import DeviceMemory, MemoryTransfer
 from furlong.core.metric import Metrics, merge
@@ -211,9 +212,9 @@ class RayTrainer(Trainer):
         """Restore what `save` wrote."""
         await self._all("load", folder.resolve())
 
-    async def save_hf(self, folder: Path) -> None:
+    async def save_hf(self, folder: Path, *, model: Role = "actor") -> None:
         """Write a folder that transformers loads."""
-        await self._all("save_hf", folder.resolve())
+        await self._all("save_hf", folder.resolve(), model)
 
     async def send_weights(self, addresses: Sequence[EngineAddress], version: int) -> WeightRecord:
         """Have all ranks send their parts of the weights; return rank 0's record."""

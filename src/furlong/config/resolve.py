@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from furlong.config.critic import FLAG as ROLES_FLAG
+from furlong.config.critic import role_overrides
 from furlong.config.engine_groups import is_split, models_in_file
 from furlong.config.environment_specs import parse_environments
 from furlong.config.facts import SERVERS
@@ -198,6 +200,8 @@ def _engine(config: Config, put: Put, explicit: frozenset[str]) -> None:
     transport = default_transport(colocate=colocate, has_servers=is_served)
     put("update_weight_transport", transport, "--colocate" if colocate else "--engine")
     is_shared = colocate and not config.debug.debug_rollout_only
+    if config.algo.uses_critic and not config.debug.debug_rollout_only:
+        put("offload_train", True, "policy and critic share the training GPUs")
     for name in ("offload_train", "offload_rollout"):
         put(name, cluster.offload or is_shared, "--offload" if cluster.offload else "--colocate")
 
@@ -229,6 +233,9 @@ def _algorithm(config: Config, put: Put, n_samples: int) -> None:
     if algo.use_tis and algo.tis_clip_low:
         put("tis_mode", "clip", "--tis-clip-low sets a lower bound")
     _slime_bounds(algo, put)
+    with contextlib.suppress(ConfigError):  # validate reports the problems of the file
+        for field, value in role_overrides(config, "actor").items():
+            put(field, value, ROLES_FLAG)
     if algo.uses_reference:
         put("ref_load", config.rollout.hf_checkpoint, "--hf-checkpoint")
 

@@ -15,7 +15,7 @@ from furlong.errors import ConfigError
 
 Baseline = Literal["group_mean_std", "group_mean", "leave_one_out", "none"]
 Aggregation = Literal["rollout", "token", "constant"]
-Role = Literal["actor", "ref", "old_actor", "teacher"]
+Role = Literal["actor", "critic", "ref", "old_actor", "teacher"]
 Read = Literal["old_log_probs", "ref_log_probs", "entropy", "routes", "old_actor"]
 
 
@@ -25,13 +25,13 @@ class Pass:
 
     role: the model that runs; for the actor, the one that generated the rollout, if it is kept.
     column: the per-token column that is filled. phase: name in `perf/<phase>_time`.
-    reads: the pass runs if the run reads one of these.
+    reads: the pass runs if the run reads one of these; always, if empty.
     """
 
     role: Role
     column: str
     phase: str
-    reads: tuple[Read, ...]
+    reads: tuple[Read, ...] = ()
 
 
 LOG_PROB_PASSES = (
@@ -54,6 +54,7 @@ class Algorithm:
     clips: whether the loss uses the clip bounds.
     kl_in_reward, discounted: whether `kl_coef` and `gamma` apply.
     whitened: whether --normalize-advantages is required.
+    trains: the models that a round trains, in order.
     passes: the forward passes of a round, in order.
     """
 
@@ -68,7 +69,13 @@ class Algorithm:
     kl_in_reward: bool = False
     discounted: bool = False
     whitened: bool = False
+    trains: tuple[Role, ...] = ("actor",)
     passes: tuple[Pass, ...] = LOG_PROB_PASSES
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained."""
+        return "critic" in self.trains
 
     def upper_clip(self, eps_clip: float) -> float:
         """Return the upper clip bound of a run without --eps-clip-high."""
@@ -86,6 +93,15 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "reinforce_plus_plus_baseline": Algorithm(
         "arXiv:2501.03262", baseline="group_mean", advantages="penalized", kl_in_reward=True, whitened=True
+    ),
+    "ppo": Algorithm(
+        "arXiv:1707.06347",
+        baseline="none",
+        advantages="gae",
+        kl_in_reward=True,
+        discounted=True,
+        trains=("critic", "actor"),
+        passes=(*LOG_PROB_PASSES, Pass("critic", "values", "values")),
     ),
     "rloo": Algorithm("arXiv:2402.14740", baseline="leave_one_out"),
     "dr_grpo": replace(_GRPO, source="arXiv:2503.20783", baseline="group_mean", aggregation="constant"),

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from furlong.core.algorithms import Role
 from furlong.core.batch import RolloutBatch
 from furlong.core.sample import Group
 from furlong.errors import CheckpointError, DataError, FurlongError
@@ -88,12 +89,12 @@ class Checkpoints:
 
     load_dir: an error if it has no checkpoint, unless it is also `save_dir`; then the run starts from the beginning.
     load_step: the step to load, by default the latest. keep: number of checkpoints to keep. start: id of the first
-    rollout without a checkpoint. hf_folder: returns the path of the Hugging Face export of a step. model_folder: the
-    path of that export at the end of the run, which the run may end without if it is not `needs_model`. finish_export:
-    called with the folder before it is renamed to its path. flag: the flag that set `load_dir`, for messages.
-    in_background: whether to write files while training continues. inputs: recorded in each checkpoint, and compared
-    with those in the one that is loaded. hub: commits of names on the Hub, which a run that resumes reads
-    (`config.hub`).
+    rollout without a checkpoint. hf_folder, critic_folder: return the path of the Hugging Face export of a step, of
+    policy and critic. model_folder: the path of the policy's export at the end of the run, which the run may end
+    without if it is not `needs_model`. finish_export: called with the policy's folder before it is renamed to its
+    path. flag: the flag that set `load_dir`, for messages. in_background: whether to write files while training
+    continues. inputs: recorded in each checkpoint, and compared with those in the one that is loaded.
+    hub: commits of names on the Hub, which a run that resumes reads (`config.hub`).
     """
 
     save_dir: Path | None = None
@@ -103,6 +104,7 @@ class Checkpoints:
     retain_interval: int | None = None
     start: int | None = None
     hf_folder: Callable[[int], Path] | None = None
+    critic_folder: Callable[[int], Path] | None = None
     model_folder: Path | None = None
     needs_model: bool = False
     finish_export: Callable[[Path], None] | None = None
@@ -224,7 +226,9 @@ class Checkpoints:
         """
         await self._writing.wait()
         if self.hf_folder is not None:
-            await self._export(parts, self.hf_folder(step))
+            await self._export(parts, self.hf_folder(step), "actor")
+        if self.critic_folder is not None:
+            await self._export(parts, self.critic_folder(step), "critic")
         if self.save_dir is None:
             return
         started = time.perf_counter()
@@ -276,7 +280,7 @@ class Checkpoints:
         if self.model_folder is None:
             return
         try:
-            await self._export(parts, self.model_folder)
+            await self._export(parts, self.model_folder, "actor")
         except CheckpointError as error:
             if self.needs_model:
                 raise
@@ -284,26 +288,27 @@ class Checkpoints:
         else:
             logger.info("trained model of step %d: %s", step, self.model_folder)
 
-    async def _export(self, parts: Parts, folder: Path) -> None:
-        """Write the model as a Hugging Face folder, replacing an existing one.
+    async def _export(self, parts: Parts, folder: Path, role: Role) -> None:
+        """Write a model as a Hugging Face folder, replacing an existing one.
 
         Raises CheckpointError if it cannot be written, or if the trainer's files are not visible here.
         """
+        flag = "--save-hf" if role == "actor" else "--critic-save"
         try:
             with atomic_folder(folder) as draft:
                 async with parts.device_sharing.updating_weights():
-                    await parts.trainer.save_hf(draft)
+                    await parts.trainer.save_hf(draft, model=role)
                 if not any(draft.iterdir()):
                     raise CheckpointError(
-                        f"{folder} is empty: the trainer's files are not visible on this machine; set --save-hf to a "
+                        f"{folder} is empty: the trainer's files are not visible on this machine; set {flag} to a "
                         "folder that all machines share"
                     )
-                if self.finish_export is not None:
+                if self.finish_export is not None and role == "actor":
                     self.finish_export(draft)
                 await asyncio.to_thread(sync_files, draft)  # may take long; only the rename is left after it
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"cannot write {folder}: {error}; free some space, or use another folder with --save-hf"
+                f"cannot write {folder}: {error}; free some space, or use another folder with {flag}"
             ) from error
 
     def _write(

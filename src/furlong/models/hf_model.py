@@ -48,22 +48,29 @@ _unsplit_names = WeakKeyDictionary[PreTrainedModel, dict[str, str]]()  # tensor 
 
 
 def load_model(
-    folder: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    folder: Path | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    without_head: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model in `dtype`, with packed attention and dropout off. Quantized weights become whole.
 
-    Raises ConfigError if the folder is not a model, its weights are quantized in an unsupported format, or the family
-    does not support packed attention, CheckpointError if weights are missing or of other shapes.
+    without_head: the folder may lack the output head, which the caller replaces. Raises ConfigError if the folder is
+    not a model, its weights are quantized in an unsupported format, or the family does not support packed attention,
+    CheckpointError if weights are missing or of other shapes.
     """
     path = check_folder(folder, weights=True)
     config = without_dropout(load_config(path))
-    model = load_network(path, config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    model = load_network(path, config, dtype=dtype, attn_implementation=IMPLEMENTATION, without_head=without_head)
     check_attention(model)
     torch.nn.Module.to(model, device=device)
     return model
 
 
-def load_network(path: Path, config: PretrainedConfig, *, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+def load_network(
+    path: Path, config: PretrainedConfig, *, dtype: torch.dtype, without_head: bool = False, **options: Any
+) -> PreTrainedModel:
     """Load the model of a config with the weights of a folder; `options` are those of from_pretrained.
 
     Tensors are read into memory of their own. Raises as `load_model`.
@@ -94,7 +101,9 @@ def load_network(path: Path, config: PretrainedConfig, *, dtype: torch.dtype, **
             raise unread or CheckpointError(
                 f"cannot load the weights of {path}: {type(error).__name__}: {error}"
             ) from error
-    bad = {kind: sorted(map(str, info.get(kind) or ())) for kind in ("missing_keys", "mismatched_keys")}
+    head = model.get_output_embeddings() if without_head else None
+    optional = {name for name, parameter in model.named_parameters() if head is not None and parameter is head.weight}
+    bad = {kind: sorted({*map(str, info.get(kind) or ())} - optional) for kind in ("missing_keys", "mismatched_keys")}
     if any(bad.values()):
         files = abbreviate(sorted(file.name for file in path.glob("*.safetensors")), 3)
         raise CheckpointError(
@@ -102,7 +111,8 @@ def load_network(path: Path, config: PretrainedConfig, *, dtype: torch.dtype, **
             + "; ".join(f"{kind} {len(keys)}, first {keys[:3]}" for kind, keys in bad.items() if keys)
             + ". Training would start from random values there; give a complete checkpoint"
         )
-    if unexpected := sorted(name for name in info.get("unexpected_keys") or () if not is_untrained(name, config)):
+    unexpected = sorted(name for name in info.get("unexpected_keys") or () if not is_untrained(name, config))
+    if unexpected and not without_head:
         log.warning("%s contains %d tensors that the model does not use: %s", path, len(unexpected), unexpected[:5])
     return model
 
@@ -264,7 +274,8 @@ def write_config(model: PreTrainedModel, folder: Path, *, dtype: torch.dtype, co
     else:
         config = copy.deepcopy(model.config)
         config.dtype = dtype
-        config.architectures = [type(model).__name__]
+        kind = "ForTokenClassification" if config.num_labels == 1 else "ForCausalLM"  # a value model has one label
+        config.architectures = [type(model).__name__.replace("ForCausalLM", kind)]
     vars(config).pop(RANDOM, None)
     config.save_pretrained(folder)
     if model.can_generate():

@@ -28,6 +28,7 @@ from furlong.models.onednn_caches import bound_onednn_caches
 from furlong.models.packed_attention import IMPLEMENTATION, needs_padding, pad_rows, unpad_rows
 from furlong.models.packed_layout import PackedLayout, plan_layout
 from furlong.models.router_hooks import RouterHooks, RouterRecord, check_routes, rerouted_fraction
+from furlong.models.value_head import ValueHead
 
 # Config fields of families that scale logits after the head, which is not supported.
 LOGIT_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -76,8 +77,8 @@ class PackedModel(torch.nn.Module):
 
     share_prompts: compute a prompt once for all samples of a micro-batch that start with it. compiled: compile dense
     decoder layers. compute_dtype: of activations, if parameters are stored in another dtype. context: context-parallel
-    group; a call returns the results of all its ranks on every rank. single_sequence_reason: why a micro-batch may have
-    only one sequence, "" if it may have several.
+    group; a call returns the results of all its ranks on every rank. is_value_model: the head gives one scalar per
+    token. single_sequence_reason: why a micro-batch may have only one sequence, "" if it may have several.
 
     Raises ConfigError for a model without packed attention, with a head that does more than a linear map and a soft
     cap, without a known base model, or of a family that packed attention would compute incorrectly.
@@ -118,6 +119,7 @@ class PackedModel(torch.nn.Module):
                 "attribute); this model family cannot be trained, use another model"
             )
         check_family(model)
+        self.is_value_model = isinstance(head, ValueHead)
         self.single_sequence_reason = single_sequence_reason(model)
         if not self.single_sequence_reason:
             for net in delta_nets(model):

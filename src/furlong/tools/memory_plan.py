@@ -132,6 +132,8 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
     limit = usable(device_bytes)
     serving = None if engine is None else serving_phase(model, engine, device_bytes)
     other = _colocated_engine(config, model, engine, device_bytes) if topology.is_colocated else {}
+    if config.algo.uses_critic and not config.cluster.offload_train:
+        other = other | {"critic": sum(resting(model, setup).values())}
     room = limit - sum(other.values())
     phases = [replace(phase, parts={**phase.parts, **other}) for phase in training_phases(model, setup, room)]
     most: float | None = None
@@ -166,7 +168,10 @@ def _on_host(config: Config, topology: Topology, model: ModelSize, setup: Traini
     per_rank = -(-model.parameters // max(topology.num_ranks, 1))
     copied = checkpoint_bytes_per_parameter(config) * per_rank if config.checkpoint.async_save else 0
     ranks = min(topology.gpus_per_node, topology.num_ranks)
-    parts = {name: ranks * size for name, size in on_host(model, setup, sleeps=sleeps, copied=copied).items()}
+    host = on_host(model, setup, sleeps=sleeps, copied=copied)
+    if config.algo.uses_critic and config.cluster.offload_train:
+        host["policy or critic"] = sum(resting(model, setup.on_device).values())
+    parts = {name: ranks * size for name, size in host.items()}
     return Phase("during training", parts, f"of {ranks} ranks" if ranks > 1 else "") if parts else None
 
 

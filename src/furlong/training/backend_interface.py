@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from furlong.core.algorithms import Role
 from furlong.core.batch import IntArray, MicroBatch
-from furlong.core.device_memory import MemoryTransfer
+from furlong.core.device_memory import MemoryTransfer, total_transfer
 from furlong.core.metric import Metrics
 from furlong.errors import TrainerError
 from furlong.files.atomic import PendingFiles
@@ -64,7 +64,7 @@ class Backend(ABC):
 
     @abstractmethod
     def log_probs(self, micro: MicroBatch, *, model: Role = "actor", entropy: bool = False) -> TokenStats:
-        """Compute the log-probabilities of the response tokens under one of the models, without gradient."""
+        """Compute log-probs, of the critic values, of the response tokens under one of the models, without gradient."""
 
     def quantized_log_probs(self, micro: MicroBatch) -> TokenStats | None:
         """Compute the policy's log-probs with the values of the engine's quantized weights.
@@ -92,8 +92,8 @@ class Backend(ABC):
         """Reset the optimizer's moments; the learning-rate schedule continues."""
 
     @abstractmethod
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights under Hugging Face names, in a fixed order."""
+    def named_weights(self, *, model: Role = "actor") -> Iterator[tuple[str, Tensor]]:
+        """Yield a model's weights under Hugging Face names, in a fixed order."""
 
     def named_gradients(self, *, model: Role = "actor") -> Iterable[tuple[str, Tensor]]:
         """Yield the accumulated gradients by parameter name; this rank's shard of sharded ones. Empty by default."""
@@ -113,23 +113,21 @@ class Backend(ABC):
         """Restore what `save` wrote."""
 
     @abstractmethod
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: Path, *, model: Role = "actor") -> None:
         """Write a folder that transformers can load."""
 
-    def offload(self, roles: Collection[Role] | None = None) -> MemoryTransfer:
-        """Move parameters, master weights and moments of `roles` (default: all) to host memory and free the device.
+    def offload(self) -> MemoryTransfer:
+        """Move parameters, master weights and moments of all models to host memory and free the device.
 
         Raises TrainerError by default.
         """
-        del roles
         raise TrainerError(
             f"{type(self).__name__} cannot offload its state to the host; add --no-offload-train if trainer and engine "
             "fit on the device together, or give the engines their own GPUs"
         )
 
-    def onload(self, roles: Collection[Role] | None = None) -> MemoryTransfer:
-        """Undo `offload` of `roles`, by default of all models."""
-        del roles
+    def onload(self) -> MemoryTransfer:
+        """Undo `offload`."""
         return MemoryTransfer(0, 0.0)
 
     def layer_seconds(self) -> float | None:
@@ -175,15 +173,57 @@ class RoleModels(Generic[M, Opt]):
     """The models of a run by role. Frozen ones are built on first use.
 
     folders: of frozen models. load: builds one from a folder. new: builds one whose weights the caller replaces.
+    offload, onload: move one between device and host. shares_device: only models that are in use are on the device.
     """
 
-    def __init__(self, folders: Mapping[Role, Path], *, load: Callable[[Path], M], new: Callable[[], M]) -> None:
+    def __init__(
+        self,
+        folders: Mapping[Role, Path],
+        *,
+        load: Callable[[Path], M],
+        new: Callable[[], M],
+        offload: Callable[[TrainedModel[M, Opt]], MemoryTransfer],
+        onload: Callable[[TrainedModel[M, Opt]], MemoryTransfer],
+        shares_device: bool = False,
+    ) -> None:
         self._of: dict[Role, TrainedModel[M, Opt]] = {}
         self._folders, self._load, self._new = folders, load, new
+        self._offload, self._onload, self._shares_device = offload, onload, shares_device
+        self._away = set[Role]()  # models in host memory
 
     def add(self, role: Role, model: TrainedModel[M, Opt]) -> None:
         """Add a trained model."""
         self._of[role] = model
+
+    def offload(self) -> MemoryTransfer:
+        """Move all models to host memory."""
+        return self._send(set())
+
+    def onload(self) -> MemoryTransfer:
+        """Undo `offload`, for the policy only if models share the device."""
+        return self._bring(["actor"] if self._shares_device else [*self._of])
+
+    def use(self, *roles: Role) -> None:
+        """Bring these models to the device, and the others to the host, if models share the device."""
+        if not self._shares_device:
+            return
+        for role in roles:
+            _ = self[role]
+        self._send({*roles})
+        self._bring(roles)
+
+    def _send(self, kept: set[Role]) -> MemoryTransfer:
+        """Move the models that are on the device and not `kept` to the host."""
+        sent: list[Role] = [role for role in self._of if role not in kept | self._away]
+        self._away.update(sent)
+        with torch.inference_mode(False):  # an engine may ask for the weights in inference mode
+            return total_transfer([self._offload(self._of[role]) for role in sent])
+
+    def _bring(self, roles: Sequence[Role]) -> MemoryTransfer:
+        back: list[Role] = [role for role in reversed(roles) if role in self._away]
+        self._away.difference_update(back)
+        with torch.inference_mode(False):
+            return total_transfer([self._onload(self._of[role]) for role in back])
 
     def __getitem__(self, role: Role) -> TrainedModel[M, Opt]:
         """Return a model. Raises TrainerError for a role that this run does not have."""
@@ -193,9 +233,9 @@ class RoleModels(Generic[M, Opt]):
             self._of[role] = TrainedModel(self._load(self._folders[role]))
         return self._of[role]
 
-    def built(self, roles: Collection[Role] | None = None) -> dict[Role, TrainedModel[M, Opt]]:
-        """Return the models that are built, by role; only those of `roles` if given."""
-        return {role: model for role, model in self._of.items() if roles is None or role in roles}
+    def built(self) -> dict[Role, TrainedModel[M, Opt]]:
+        """Return the models that are built, by role."""
+        return dict(self._of)
 
     def trained(self) -> dict[Role, TrainedModel[M, Opt]]:
         """Return the models with an optimizer, by role."""

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from furlong.core.algorithms import Role
 from furlong.core.batch import RolloutBatch
 from furlong.core.device_memory import DeviceMemory, MemoryTransfer
 from furlong.core.metric import Metrics
@@ -58,9 +59,9 @@ class LocalTrainer(Trainer):
         """Restore what `save` wrote. Raises CheckpointError if something is missing."""
         await self._run(lambda: self.worker.load(folder))
 
-    async def save_hf(self, folder: Path) -> None:
+    async def save_hf(self, folder: Path, *, model: Role = "actor") -> None:
         """Write a folder that transformers loads."""
-        await self._run(lambda: self.worker.awake.save_hf(folder))
+        await self._run(lambda: self.worker.awake.save_hf(folder, model=model))
 
     async def offload(self) -> MemoryTransfer:
         """Offload the model to the host. Raises TrainerError if the backend cannot."""
@@ -104,7 +105,7 @@ class FrozenTrainer(Trainer):
     async def load(self, folder: Path) -> None:
         """Read nothing: there is no training state."""
 
-    async def save_hf(self, folder: Path) -> None:
+    async def save_hf(self, folder: Path, *, model: Role = "actor") -> None:  # noqa: ARG002  the protocol's signature
         """Raise TrainerError: there are no weights."""
         raise TrainerError(f"--debug-rollout-only has no trained weights to write to {folder}; drop --save-hf")
 

@@ -57,8 +57,9 @@ class StepPlan:
 class RankPart:
     """One data-parallel rank's part of a rollout. Contains only arrays, so it can be sent to another process.
 
-    batch: the rank's samples, with the column `loss_weights`; steps: for each optimizer step its micro-batches, as rows
-    of `batch`; num_rollouts, sizes: per step over all ranks, where a size is (tokens, samples).
+    batch: the rank's samples, with the column `loss_weights`, and `value_weights` for a critic; steps: for each
+    optimizer step its micro-batches, as rows of `batch`; num_rollouts, sizes: per step over all ranks, where a size is
+    (tokens, samples).
     """
 
     batch: RolloutBatch
@@ -84,6 +85,9 @@ def split_batch(
     mode, constant_len = denominator(algo, max_response_len=max_response_len)
     weights = loss_weights(batch, [step.rows for step in steps], mode=mode, constant_len=constant_len)
     whole = batch.with_columns(loss_weights=weights)
+    if algo.uses_critic:
+        tokens = loss_weights(batch, [step.rows for step in steps], mode="token", constant_len=None)
+        whole = whole.with_columns(value_weights=tokens)
     return [_part(whole, steps, rank) for rank in range(num_ranks)]
 
 

@@ -40,14 +40,13 @@ def perf_metrics(batch: RolloutBatch, clock: Clock, flops: FlopsModel | None, *,
     recomputation is not counted.
     """
     metrics: Metrics = {f"perf/{name}_time": maximum(seconds) for name, seconds in clock.seconds.items()}
-    train_s = clock.seconds["actor_train"]
-    metrics["perf/actor_train_tok_per_s"] = total(float(batch.lengths.sum()) / train_s)
-    if flops is not None:
-        teraflops = float(flops.cost(batch.lengths).sum()) / 1e12 / num_sharers
-        metrics["perf/actor_train_tflops"] = mean(3 * teraflops / train_s)
-        for name in ("log_probs", "ref_log_probs"):
-            if name in clock.seconds:
-                metrics[f"perf/{name}_tflops"] = mean(teraflops / clock.seconds[name])
+    teraflops = None if flops is None else float(flops.cost(batch.lengths).sum()) / 1e12 / num_sharers
+    for name, seconds in clock.seconds.items():
+        is_training = name.endswith("_train")
+        if is_training:
+            metrics[f"perf/{name}_tok_per_s"] = total(float(batch.lengths.sum()) / seconds)
+        if teraflops is not None and (is_training or name in ("log_probs", "ref_log_probs", "values")):
+            metrics[f"perf/{name}_tflops"] = mean((3 if is_training else 1) * teraflops / seconds)
     return metrics
 
 
@@ -57,6 +56,7 @@ LOGGED = {
     "ref_log_probs": "ref_log_probs",
     "rollout_log_probs": "rollout_log_probs",
     "teacher_log_probs": "teacher_log_probs",
+    "values": "values",
     "advantages": "advantages",
     "returns": "returns",
     "entropy": "entropy",

@@ -14,6 +14,8 @@ stage, in execution order; `docs/reference/run-folder.md` documents the file for
     loss         of each optimizer step, before the step
     gradients    of each optimizer step, before clipping, by parameter
     parameters   after the last optimizer step of the rollout
+
+Those of a critic are `critic loss`, `critic gradients` and `critic parameters`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from torch import Tensor, nn
 
 from furlong.catalogue import diagnosis, find_row
 from furlong.config.sections import DebugFlags
+from furlong.core.algorithms import Role
 from furlong.core.batch import IntArray, RolloutBatch
 from furlong.core.metric import Metrics, values
 from furlong.core.tracing import tracer
@@ -46,7 +49,7 @@ TARGET_OF_PHASE = {"actor_train": "train_actor", "log_probs": "train_log_probs",
 MEMORY_ENTRIES = 1_000_000  # allocations that the recorder keeps
 TIMED_LAYERS = 8  # per model, evenly spaced: a pair of CUDA events costs about 10 us
 SHOWN_SAMPLES = 8  # sample ids in an error
-LOG_PROBS = ("old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy")
+LOG_PROBS = ("old_log_probs", "ref_log_probs", "teacher_log_probs", "entropy", "values")
 
 
 @dataclass
@@ -133,17 +136,18 @@ class RoundObserver:
             self.record(batch.rollout_id + 1, {"stage": stage, "values": _of_columns(batch, names)})
 
     def before_update(
-        self, rollout_id: int, index: int, metrics: Metrics, gradients: Iterable[tuple[str, Tensor]]
+        self, rollout_id: int, index: int, metrics: Metrics, gradients: Iterable[tuple[str, Tensor]], role: Role
     ) -> None:
         """Hash the loss metrics and gradients of optimizer step `index`, before the step."""
         if self.record is not None:
-            self.record(rollout_id + 1, {"stage": "loss", "at": index, "values": values(metrics)})
-            self.record(rollout_id + 1, {"stage": "gradients", "at": index, "values": _of_tensors(gradients)})
+            loss, sums = (_stage_of(role, stage) for stage in ("loss", "gradients"))
+            self.record(rollout_id + 1, {"stage": loss, "at": index, "values": values(metrics)})
+            self.record(rollout_id + 1, {"stage": sums, "at": index, "values": _of_tensors(gradients)})
 
-    def end(self, rollout_id: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Hash the parameters after the last optimizer step."""
+    def end(self, rollout_id: int, weights: Iterable[tuple[str, Tensor]], role: Role) -> None:
+        """Hash the parameters of a trained model after its last optimizer step."""
         if self.record is not None:
-            self.record(rollout_id + 1, {"stage": "parameters", "values": _of_tensors(weights)})
+            self.record(rollout_id + 1, {"stage": _stage_of(role, "parameters"), "values": _of_tensors(weights)})
 
     def refused_step(self, batch: RolloutBatch, rows: IntArray, what: str, *, is_custom_loss: bool) -> TrainerError:
         """Build the error NUM04 of a non-finite step, and store its samples with all columns.
@@ -170,6 +174,10 @@ class RoundObserver:
             evidence={"rollout": batch.rollout_id, "samples": ids},
         )  # fmt: skip
         return TrainerError(error.text())
+
+
+def _stage_of(role: Role, stage: str) -> str:
+    return stage if role == "actor" else f"{role} {stage}"
 
 
 def _of_array(array: NDArray[Any]) -> dict[str, Any]:

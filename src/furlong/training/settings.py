@@ -38,6 +38,17 @@ class MegatronHooks:
     before_step: Callable[[int, int, Sequence[Any], Any, Any], object] | None = None
 
 
+@dataclass(frozen=True)
+class RoleSettings:
+    """Where a trained model other than the policy starts, and its optimizer flags.
+
+    folder: a Hugging Face folder or a checkpoint. A critic's head is new if the folder has none.
+    """
+
+    folder: Path
+    optim: OptimFlags
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackendSettings:
     """Settings of every backend; `megatron` is read by the Megatron backend only.
@@ -53,6 +64,10 @@ class BackendSettings:
     """Megatron-LM checkpoint from which master weights, moments and step count are loaded (Megatron backend only)."""
     role_folders: Mapping[Role, Path] = field(default_factory=dict[Role, Path])
     """Folders of the frozen models. `ref` defaults to `hf_checkpoint`."""
+    trained: Mapping[Role, RoleSettings] = field(default_factory=dict[Role, RoleSettings])
+    """The trained models besides the policy."""
+    shares_device: bool = False
+    """Keep only the model that runs on the device, and the others in host memory."""
     dtype: torch.dtype = torch.float32
     """Dtype of forward and backward. With bfloat16, master weights, gradient sums and moments are float32."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

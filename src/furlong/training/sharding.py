@@ -113,20 +113,29 @@ class Sharding:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def load(self, folder: Path, *, dtype: torch.dtype, is_trained: bool, prepare: Prepare, pack: Pack) -> PackedModel:
-        """Load a Hugging Face folder to compute in `dtype`; rank 0 reads the weights. A collective.
+    def load(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        is_trained: bool,
+        prepare: Prepare,
+        pack: Pack,
+        read: Callable[..., PreTrainedModel] = hf.load_model,
+    ) -> PackedModel:
+        """Load a Hugging Face folder to compute in `dtype`; rank 0 reads the weights, with `read`. A collective.
 
         `prepare` is called before sharding, `pack` wraps the model. If sharded, a model that `is_trained` is stored in
         at least float32. Raises what `hf.load_model` raises, and TrainerError on the other ranks.
         """
         if not self.is_sharded:
-            model = hf.load_model(folder, dtype=dtype, device=self.device).eval()
+            model = read(folder, dtype=dtype, device=self.device).eval()
             prepare(model)
             return pack(model)
         source = None
         with self.ranks.agreed(TrainerError):
             if self.ranks.rank == 0:
-                source = hf.load_model(folder, dtype=dtype)
+                source = read(folder, dtype=dtype)
         uncast = [] if source is None else [name for name, p in source.named_parameters() if p.dtype != dtype]
         self.uncast = frozenset(self.ranks.share(uncast))
         packed = self.build(folder, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=pack)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from furlong.algo.advantage import token_advantages
 from furlong.algo.log_ratio import kl_estimate
 from furlong.algo.passes import needed_passes
 from furlong.algo.reduce import step_mean
+from furlong.algo.value_loss import explained_variance
 from furlong.config.sections import AlgoFlags
 from furlong.core.algorithms import Pass, Read, Role
 from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, RolloutBatch, pack_micro_batch
@@ -101,10 +103,15 @@ class RoundHooks:
 
 @dataclass(frozen=True)
 class RoleLoss:
-    """A model that a round trains, and the loss that it minimizes."""
+    """A model that a round trains, and the loss that it minimizes.
+
+    weights: the column of its token weights. start: the first rollout that trains it.
+    """
 
     role: Role
     loss: LossFn
+    weights: str = "loss_weights"
+    start: int = 0
 
     @property
     def prefix(self) -> str:
@@ -234,21 +241,29 @@ class RoundWorker:
             self.hooks.dump(batch)
         self.observer.trained_on(batch)
         trained: Metrics = {}
-        for each in self.losses:
+        for each in self._trained_in(batch):
             if self._resets_optimizer:
                 self.backend.reset_optimizer(model=each.role)
             with clock.phase(f"{each.role}_train"):
                 trained |= self._steps(batch, steps, part.num_rollouts, each)
-        self.observer.end(batch.rollout_id, self.backend.named_weights())
+        for each in self.losses:
+            self.observer.end(batch.rollout_id, self.backend.named_weights(model=each.role), each.role)
         interval = self.algo.ref_update_interval
         if interval is not None and (batch.rollout_id + 1) % interval == 0:
             with clock.phase("ref_model_update"):
                 self.backend.copy_weights("actor", "ref")
         perf = perf_metrics(batch, clock, self.flops, num_sharers=self.ranks.num_sharers)
-        metrics = trained | batch_metrics(batch, self.algo.kl_loss_type) | perf
+        metrics = trained | batch_metrics(batch, self.algo.kl_loss_type) | self._value_metrics(batch) | perf
         if (seconds := self.backend.layer_seconds()) is not None:
             metrics["perf/layers_time"] = maximum(seconds)
         return metrics
+
+    def _value_metrics(self, batch: RolloutBatch) -> Metrics:
+        if "values" not in batch.columns or "returns" not in batch.columns:
+            return {}
+        values, returns = (torch.from_numpy(batch.columns[name]) for name in ("values", "returns"))
+        explained = explained_variance(values, returns, torch.from_numpy(batch.loss_masks), reduce=self.ranks.reduce)
+        return {} if math.isnan(explained) else {"train/critic-explained_variance": mean(explained)}
 
     def save(self, folder: Path, *, is_first: bool = True) -> None:
         """Write the backend's state, and on the first rank the state that the next round needs."""
@@ -277,9 +292,12 @@ class RoundWorker:
             raise CheckpointError(f"{folder / WORKER_STATE} has no usable old_version; use another --ckpt-step")
         self._old_version = state["old_version"]
 
-    def _micro(self, batch: RolloutBatch, rows: IntArray) -> MicroBatch:
+    def _trained_in(self, batch: RolloutBatch) -> list[RoleLoss]:
+        return [each for each in self.losses if batch.rollout_id >= each.start]
+
+    def _micro(self, batch: RolloutBatch, rows: IntArray, weights: str = "loss_weights") -> MicroBatch:
         heartbeat.beat("micro-batch")
-        micro = pack_micro_batch(batch, rows, batch.columns["loss_weights"], device=self.backend.device)
+        micro = pack_micro_batch(batch, rows, batch.columns[weights], device=self.backend.device)
         key = rows.tobytes()
         tokens, samples = self._step_sizes.get(key, (0, 0))
         routes = self._recorded_routes.get(key)
@@ -295,7 +313,8 @@ class RoundWorker:
         reads: dict[Read, bool] = {"routes": self._records_routes, "old_actor": policy != "actor"}
         also: list[Read] = [name for name, is_read in reads.items() if is_read]
         custom = self.hooks.advantages is not None
-        for each in needed_passes(self.algo, len(steps), custom_advantages=custom, also=also):
+        num_steps = len(steps) if any(each.role == "actor" for each in self._trained_in(batch)) else 1
+        for each in needed_passes(self.algo, num_steps, custom_advantages=custom, also=also):
             batch = self._pass(batch, steps, clock, each, policy if each.role == "actor" else each.role)
         if self.algo.keep_old_actor:
             self.backend.copy_weights("actor", "old_actor")
@@ -335,7 +354,7 @@ class RoundWorker:
         with clock.phase(each.phase):
             micro_rows = [rows for step in steps for rows in step]
             for rows, stats in zip(micro_rows, self._log_probs(batch, micro_rows, role, entropy=entropy), strict=True):
-                parts[each.column].append((rows, stats.log_probs_R))
+                parts[each.column].append((rows, stats.output_R))
                 if entropy and stats.entropy_R is not None:
                     parts["entropy"].append((rows, stats.entropy_R))
                 if self._records_routes and role in REPLAYED:
@@ -359,33 +378,36 @@ class RoundWorker:
         if not self._computes_advantages:
             return batch
         old = batch.columns.get("rollout_log_probs" if self.algo.use_rollout_logprobs else "old_log_probs")
-        ref = batch.columns.get("ref_log_probs")
+        ref, values = batch.columns.get("ref_log_probs"), batch.columns.get("values")
         if self.hooks.advantages is not None:
             kl = np.zeros(len(batch.loss_masks), np.float32)  # as in slime without --kl-coef
             if self.algo.kl_coef and old is not None and ref is not None:
                 kl = kl_estimate(torch.from_numpy(old), torch.from_numpy(ref), self.algo.kl_loss_type).numpy()
-            return apply_hook(batch.with_columns(kl=kl), self.hooks.advantages, provides=("advantages",))
-        advantages_R = token_advantages(
+            provides = ("advantages", "returns") if self.algo.uses_critic else ("advantages",)
+            return apply_hook(batch.with_columns(kl=kl), self.hooks.advantages, provides=provides)
+        advantages_R, returns_R = token_advantages(
             self.algo,
             rewards_S=torch.from_numpy(batch.rewards),
             mask_R=torch.from_numpy(batch.loss_masks).float(),
             seq_of_R=torch.from_numpy(np.repeat(np.arange(len(batch)), batch.response_lengths)),
             old_log_probs_R=None if old is None else torch.from_numpy(old),
             ref_log_probs_R=None if ref is None else torch.from_numpy(ref),
+            values_R=None if values is None else torch.from_numpy(values),
             reduce=self.ranks.reduce,
         )
-        return batch.with_columns(advantages=advantages_R.numpy(), returns=advantages_R.numpy())
+        return batch.with_columns(advantages=advantages_R.numpy(), returns=returns_R.numpy())
 
     def _steps(
         self, batch: RolloutBatch, steps: list[list[IntArray]], num_rollouts: Sequence[int], trained: RoleLoss
     ) -> Metrics:
         """Run a role's optimizer steps; metrics are averaged over them, the learning rate is that of the last."""
-        role, prefix = trained.role, trained.prefix
+        role, prefix, is_policy = trained.role, trained.prefix, trained.role == "actor"
         results: list[Metrics] = []
         skipped, lr = 0, 0.0
         has_log_probs = "old_log_probs" in batch.columns
-        test = self.hooks.self_test if self.hooks.self_test is not None and self.hooks.self_test.due(batch) else None
-        records_all = self.hooks.dump is not None
+        test = self.hooks.self_test
+        test = test if is_policy and test is not None and test.due(batch) else None
+        records_all = is_policy and self.hooks.dump is not None
         recorder = LossRecorder(trained.loss)
         test_metrics: Metrics = {}
 
@@ -400,12 +422,13 @@ class RoundWorker:
 
         for index, (micro_rows, count) in enumerate(zip(steps, num_rollouts, strict=True)):
             recorder.keeps_tokens = records_all or (test is not None and index == 0)
-            recorder.reports_log_probs = not has_log_probs and index == 0
-            self.backend.begin_step(batch.rollout_id, index)
-            parts = self._forward_backward(batch, micro_rows, role, recorder)
+            recorder.reports_log_probs = is_policy and not has_log_probs and index == 0
+            if is_policy:
+                self.backend.begin_step(batch.rollout_id, index)
+            parts = self._forward_backward(batch, micro_rows, trained, recorder)
             step_metrics = {k if "/" in k else f"{prefix}{k}": v for k, v in merge(parts).items()}
             gradients = self.backend.named_gradients(model=role)
-            self.observer.before_update(batch.rollout_id, index, step_metrics, gradients)
+            self.observer.before_update(batch.rollout_id, index, step_metrics, gradients, role)
             if test is not None and index == 0:
                 is_alone = self.ranks.num_data == 1 and not isinstance(self.backend, PipelinedBackend)
                 again = (rerun, quantized) if is_alone else (None, None)
@@ -416,35 +439,37 @@ class RoundWorker:
             if not report.skipped:
                 step_metrics[f"{prefix}grad_norm"] = mean(report.grad_norm)
             results.append(step_metrics)
-        if self.hooks.dump is not None:
+        if records_all and self.hooks.dump is not None:
             self.hooks.dump(batch.with_columns(**recorder.columns(batch)))
         metrics = step_mean(results, num_ranks=self.ranks.num_data) | test_metrics | {f"{prefix}lr-pg_0": mean(lr)}
         metrics[f"{prefix}num_steps"] = mean(len(steps))
         return metrics | {f"{prefix}skipped_steps": total(skipped / self.ranks.num_data)} if skipped else metrics
 
     def _forward_backward(
-        self, batch: RolloutBatch, micro_rows: list[IntArray], role: Role, loss: LossFn
+        self, batch: RolloutBatch, micro_rows: list[IntArray], trained: RoleLoss, loss: LossFn
     ) -> list[Metrics]:
+        role = trained.role
         parts: list[Metrics] = []
         try:
             if isinstance(self.backend, PipelinedBackend):
                 with tracer.span("forward backward", micro_batches=len(micro_rows)):
-                    micros = [self._micro(batch, rows) for rows in micro_rows]
+                    micros = [self._micro(batch, rows, trained.weights) for rows in micro_rows]
                     return self.backend.forward_backward_of(micros, loss, model=role)
             for rows in micro_rows:
                 with tracer.span("forward backward", samples=len(rows)):
-                    parts += self._run_micro(batch, rows, role, loss)
+                    parts += self._run_micro(batch, rows, trained, loss)
             return parts
         except NotFiniteLossError as error:
             raise self._refused(batch, error.rows, f"{error.what}, in the micro-batch of samples", role) from error
 
-    def _run_micro(self, batch: RolloutBatch, rows: IntArray, role: Role, loss: LossFn) -> list[Metrics]:
+    def _run_micro(self, batch: RolloutBatch, rows: IntArray, trained: RoleLoss, loss: LossFn) -> list[Metrics]:
         """Accumulate the gradient of a micro-batch, in halves if it does not fit into memory.
 
         Losses are divided by the sizes of the whole step, so the halves have the same gradient.
         """
         try:
-            return [self.backend.forward_backward(self._micro(batch, rows), loss, model=role)]
+            micro = self._micro(batch, rows, trained.weights)
+            return [self.backend.forward_backward(micro, loss, model=trained.role)]
         except MicroBatchTooLargeError as error:
             if len(rows) < 2 or rows.tobytes() in self._recorded_routes:
                 raise
@@ -455,7 +480,7 @@ class RoundWorker:
         metrics: list[Metrics] = []
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             self._step_sizes[half.tobytes()] = self._step_sizes.get(rows.tobytes(), (0, 0))
-            metrics += self._run_micro(batch, half, role, loss)
+            metrics += self._run_micro(batch, half, trained, loss)
         return metrics
 
     def _optim_step(self, batch: RolloutBatch, micro_rows: list[IntArray], role: Role) -> OptimReport:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from furlong.config.checks.validate import validate
 from furlong.config.checks.value_checks import epoch_problem
 from furlong.config.command_line import Resolved, command_of, without_credentials
+from furlong.config.critic import critic_settings
 from furlong.config.evaluation import used_eval_specs
 from furlong.config.facts import gets_random_key, model_folder
 from furlong.config.hooks import usable_hooks
@@ -299,11 +300,16 @@ def build_checkpoints(
         in_background=flags.async_save,
         inputs=inputs,
         hub=hub,
-        hf_folder=None if export is None else lambda step: Path(export.replace("{rollout_id}", str(step))),
+        hf_folder=_folder_of_step(export),
+        critic_folder=_folder_of_step(critic_settings(config).save) if config.algo.uses_critic else None,
         model_folder=model_folder(config, context.folder),
         needs_model=flags.save_hf is not None,
         finish_export=finish_export,
     )
+
+
+def _folder_of_step(template: str | None) -> Callable[[int], Path] | None:
+    return None if template is None else lambda step: Path(template.replace("{rollout_id}", str(step)))
 
 
 def build_ledger(context: RunContext, resumed: tuple[int, dict[str, Any]] | None) -> FileLedger:

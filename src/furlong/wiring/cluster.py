@@ -15,9 +15,10 @@ from furlong.algo import advantage, policy_loss
 from furlong.cluster.rank_actor import RankParts, RankSettings
 from furlong.cluster.ray_session import RaySession, open_session
 from furlong.config.command_line import config_from_json, config_from_values, config_to_json
+from furlong.config.critic import critic_settings
 from furlong.config.flag_spec import flag_specs
 from furlong.config.hooks import HOOKS, function_paths, usable_hooks
-from furlong.config.sections import CheckpointFlags, Config
+from furlong.config.sections import Config
 from furlong.config.topology import Topology
 from furlong.core import tracing
 from furlong.core.algorithms import BUILTIN_ALGORITHMS, find_algorithm
@@ -133,7 +134,7 @@ def build_ray_trainer(
         ),
         sizes=sizes,
         environment={**cluster.session.environment, **flags.train_env_vars},
-        outputs=checkpoint_folders(config.checkpoint),
+        outputs=checkpoint_folders(config),
         on_event=on_event,
     )
 
@@ -180,12 +181,17 @@ def without_objects(config: Config) -> Config:
     return config_from_values(left_out, config)
 
 
-def checkpoint_folders(flags: CheckpointFlags) -> dict[str, Path]:
-    """The folders that ranks write checkpoints into, by flag; of --save-hf what is above those of rollouts."""
+def checkpoint_folders(config: Config) -> dict[str, Path]:
+    """The folders that ranks write checkpoints into, by flag; of models what is above those of rollouts."""
+    flags = config.checkpoint
     folders = {} if flags.save is None else {"--save": Path(flags.save)}
-    if flags.save_hf is not None:
-        parts = itertools.takewhile(lambda part: "{rollout_id}" not in part, Path(flags.save_hf).parts)
-        folders["--save-hf"] = Path(*parts)
+    models = {"--save-hf": flags.save_hf}
+    if config.algo.uses_critic:
+        models["--critic-save"] = critic_settings(config).save
+    for flag, template in models.items():
+        if template is not None:
+            parts = itertools.takewhile(lambda part: "{rollout_id}" not in part, Path(template).parts)
+            folders[flag] = Path(*parts)
     return folders
 
 

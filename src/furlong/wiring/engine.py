@@ -208,7 +208,7 @@ def _remote_sync(context: RunContext, training: TrainingParts, engine: HttpEngin
 def _device_sharing(context: RunContext, trainer: Trainer, engine: HttpEngine) -> DeviceSharing:
     """Choose how trainer and engines share devices. Raises ConfigError for a trainer that cannot leave them."""
     cluster = context.config.cluster
-    if not (cluster.offload_train or cluster.offload_rollout):
+    if not cluster.colocate or not (cluster.offload_train or cluster.offload_rollout):
         return DeviceSharing()
     return Colocated(
         trainer, engine, offload_train=bool(cluster.offload_train), offload_rollout=bool(cluster.offload_rollout)

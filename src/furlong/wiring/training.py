@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from furlong.algo.policy_loss import PolicyLoss, SftLoss, metrics_only, tis_correction
+from furlong.algo.value_loss import ValueLoss
+from furlong.config.critic import critic_settings
 from furlong.config.sections import CheckpointFlags, Config
 from furlong.core.algorithms import Role
 from furlong.core.batch import RolloutBatch
@@ -51,7 +53,7 @@ from furlong.training.megatron_lm.dist_optimizer import optimizer_to_continue
 from furlong.training.packing import Packing
 from furlong.training.ranks import Ranks
 from furlong.training.round_observer import RoundObserver
-from furlong.training.settings import BackendSettings, MegatronHooks
+from furlong.training.settings import BackendSettings, MegatronHooks, RoleSettings
 from furlong.training.worker import RoleLoss, RoundHooks, RoundWorker
 from furlong.transfer.cuda_allocator import cuda_allocator
 from furlong.weight_sync.transports.transport import Transport, TransportContext
@@ -84,7 +86,7 @@ def build_worker(context: RunContext, num_rollout: int, ranks: Ranks) -> RoundWo
     return RoundWorker(
         backend,
         algo=config.algo,
-        losses=[RoleLoss("actor", _loss(context))],
+        losses=_losses(context),
         packing=build_packing(config),
         hooks=_round_hooks(context, ranks),
         flops=backend.flops,
@@ -130,6 +132,11 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
             )
     if start is None and (not config.algo.uses_reference or is_quantized(context.model_dir)):
         start = _role_folders(checkpoint).get("ref")  # as in slime; a checkpoint of --load replaces these weights
+    trained: dict[Role, RoleSettings] = {}
+    if config.algo.uses_critic:
+        flags = critic_settings(config)
+        folder = _critic_folder(flags.load) if flags.load is not None else start or context.model_dir
+        trained["critic"] = RoleSettings(folder, flags.optim)
     _check_quantized(context)
     scheme = None
     if is_quantized(context.model_dir):
@@ -146,6 +153,8 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
         initial_weights=start,
         initial_optimizer=initial_optimizer,
         role_folders=_role_folders(checkpoint) if config.algo.uses_reference else {},
+        trained=trained,
+        shares_device=bool(trained) and shares_device(context),
         dtype=context.dtype,
         device=torch.device(context.device),
         temperature=config.rollout.rollout_temperature if config.algo.loss_type != "sft_loss" else 1.0,
@@ -160,6 +169,11 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
         checkpoint=checkpoint,
         hooks=_megatron_hooks(context),
     )
+
+
+def shares_device(context: RunContext) -> bool:
+    """Whether policy and critic take turns on the device; a CPU has no other memory to move them to."""
+    return context.device == "cuda" and bool(context.config.cluster.offload_train)
 
 
 def _check_quantized(context: RunContext) -> None:
@@ -205,6 +219,16 @@ def _role_folders(flags: CheckpointFlags) -> dict[Role, Path]:
     checkpoint = Checkpoints(load_dir=folder, load_step=flags.ref_ckpt_step, flag="--ref-load").find()
     assert checkpoint is not None  # validated
     return {"ref": checkpoint / "trainer"}
+
+
+def _critic_folder(load: str) -> Path:
+    """Return the Hugging Face folder or the checkpoint of --critic-load."""
+    foreign = find_foreign_weights(Path(load), step=None)
+    if foreign is not None:
+        return foreign
+    checkpoint = Checkpoints(load_dir=Path(load), flag="--critic-load").find()
+    assert checkpoint is not None  # a missing one is an error
+    return checkpoint / "trainer"
 
 
 def build_transport(context: RunContext, device_types: Sequence[str], ranks: Ranks) -> Transport:
@@ -270,6 +294,15 @@ def build_packing(config: Config) -> Packing:
         micro_batch_size=train.micro_batch_size,
         balance="flops" if train.balance_by_flops else "tokens" if train.balance_data else "none",
     )
+
+
+def _losses(context: RunContext) -> list[RoleLoss]:
+    """Return what a round trains, in order."""
+    algo = context.config.algo
+    if not algo.uses_critic:
+        return [RoleLoss("actor", _loss(context))]
+    critic = RoleLoss("critic", ValueLoss(algo.value_clip), weights="value_weights")
+    return [critic, RoleLoss("actor", _loss(context), start=algo.num_critic_only_steps)]
 
 
 def _loss(context: RunContext) -> LossFn:

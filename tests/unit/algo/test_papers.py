@@ -23,7 +23,7 @@ def _with_advantages(batch, settings):
         response_lengths_N=batch.response_lengths,
         max_response_len=6,
     )
-    advantages = token_advantages(
+    advantages, _ = token_advantages(
         settings,
         rewards_S=torch.from_numpy(rewards.astype(np.float64)),
         mask_R=torch.from_numpy(batch.loss_masks.astype(np.float64)),

@@ -16,7 +16,7 @@ from furlong.cluster.actor_process import Failure
 from furlong.cluster.gpu_placement import Placement
 from furlong.cluster.rank_actor import CheckpointWriter, RankLocation, RankSettings, written_marker
 from furlong.cluster.ray_trainer import Rank, RayTrainer, call_all, low_memory
-from furlong.config.sections import CheckpointFlags, ClusterFlags
+from furlong.config.sections import CheckpointFlags, ClusterFlags, Config
 from furlong.diagnosis.postmortem.matcher import LogText, find_cause
 from furlong.diagnosis.postmortem.signatures import SIGNATURES
 from furlong.errors import CheckpointError, ClusterError, SyncError, TrainerError
@@ -272,7 +272,7 @@ class Machine:
 @pytest.mark.parametrize(("sees", "flag"), [(0, "--save"), (1, "--save-hf"), (2, None)])
 def test_a_checkpoint_folder_not_visible_to_a_rank_is_reported_before_the_run(sees, flag, tmp_path):
     flags = CheckpointFlags(save=str(tmp_path / "save"), save_hf=str(tmp_path / "hf" / "step_{rollout_id}" / "model"))
-    folders = checkpoint_folders(flags)
+    folders = checkpoint_folders(Config(checkpoint=flags))
     assert folders == {"--save": tmp_path / "save", "--save-hf": tmp_path / "hf"}
     machines = [Machine(2), Machine(sees)]
 

@@ -45,7 +45,7 @@ MISTAKES = [
     ("--bf16 true", "write --bf16 alone"),
     ("--use-wandb=False", "remove --use-wandb"),
     ("--advantage-estimator GRPO", "did you mean grpo?"),
-    ("--advantage-estimator ppo", "such as --advantage-estimator grpo"),
+    ("--num-critic-only-steps 3", "remove --num-critic-only-steps"),
     ("--engine vllm", "use sglang, or embedded"),
     ("--rm-type gqpa", "did you mean gpqa?"),
     ("--rollout-temperature 0", "use a value above 0"),

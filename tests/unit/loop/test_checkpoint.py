@@ -314,7 +314,7 @@ def export(folder: Path, save_hf, finish=None) -> None:
     """Save checkpoint 2 with an export to `folder`, which a trainer with this `save_hf` writes."""
 
     class Trainer(FakeTrainer):
-        async def save_hf(self, folder: Path) -> None:
+        async def save_hf(self, folder: Path, *, model="actor") -> None:
             save_hf(folder)
 
     async def write() -> None:
@@ -369,7 +369,7 @@ def test_export_that_leaves_an_empty_folder_is_an_error(tmp_path):
 
 def test_a_final_model_that_cannot_be_written_ends_the_run_only_if_a_flag_asked_for_it(tmp_path, caplog):
     class Trainer(FakeTrainer):
-        async def save_hf(self, folder: Path) -> None:
+        async def save_hf(self, folder: Path, *, model="actor") -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     parts = dataclasses.replace(fake_parts(World()), trainer=Trainer(World()))

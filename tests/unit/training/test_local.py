@@ -37,7 +37,7 @@ def sums(trainer):
 class SleepingBackend(FakeBackend):
     """A FakeBackend that can leave its device, which moves nothing."""
 
-    def offload(self, roles=None):
+    def offload(self):
         return MemoryTransfer(0, 0.0)
 
     onload = offload

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from furlong.catalogue import Problem
+from furlong.config.critic import FLAG as ROLES_FLAG
+from furlong.config.critic import critic_settings, role_overrides
 from furlong.config.facts import read_model_config
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
@@ -125,6 +127,8 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "different denominators; remove one of them"
         )
     yield from _correction(config)
+    if algo.uses_critic:
+        yield from _critic(config)
     if algo.keep_old_actor:
         yield from _old_actor(config)
 
@@ -204,6 +208,26 @@ def _correction(config: Config) -> Iterator[str]:
     for flags, (theirs, ours) in pairs.items():
         if theirs is not None and ours is not None and theirs != ours:
             yield f"{flags} are names of one setting, but are {theirs} and {ours}; remove one of them"
+
+
+def _critic(config: Config) -> Iterator[str]:
+    algo, name = config.algo, config.algo.advantage_estimator
+    if not algo.compute_advantages_and_returns:
+        yield (
+            f"--disable-compute-advantages-and-returns with --advantage-estimator {name}: the critic learns to predict "
+            "the returns; remove it, or use an estimator without a critic"
+        )
+    try:
+        critic_settings(config)
+        for field, value in role_overrides(config, "actor").items():
+            spec = flag_specs(Config)[field]
+            if spec.value_in(config) != value:
+                yield (
+                    f"{ROLES_FLAG} {algo.megatron_config_path} gives the actor {field} {value}, but the command line "
+                    f"has {spec.with_value(config)}; remove one of them"
+                )
+    except ConfigError as error:
+        yield str(error)
 
 
 def _old_actor(config: Config) -> Iterator[str]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from furlong.config.flag_spec import flag
-from furlong.core.algorithms import ALGORITHMS
+from furlong.core.algorithms import ALGORITHMS, find_algorithm
 
 _NOT_SFT = "loss_type!=sft_loss"
+_CRITIC = "advantage_estimator.has_critic"
 _CLIPS = f"{_NOT_SFT}; advantage_estimator.clips or loss_type=custom_loss"
 
 
@@ -30,7 +31,63 @@ class AlgoFlags:
         True, "Do not divide centered rewards by the standard deviation of the prompt group."
     )
     normalize_advantages: bool = flag(False, "Whiten advantages over all trained tokens of the batch.")
-    gamma: float = flag(1.0, "Discount per token of the REINFORCE++ return.", within="[0, 1]")
+    gamma: float = flag(1.0, "Discount per token of PPO's and REINFORCE++'s returns.", within="[0, 1]")
+    lambd: float = flag(
+        1.0,
+        "Lambda of the generalized advantage estimate: 1 is the return minus the critic's value, with the least bias; "
+        "0 the error of the value one token ahead, with the least variance.",
+        within="[0, 1]",
+        needs=_CRITIC,
+    )
+    value_clip: float = flag(
+        0.2,
+        "Clipping bound of the critic: how far a value may move in a rollout before its loss stops to fall.",
+        within="(0, inf)",
+        needs=_CRITIC,
+    )
+    num_critic_only_steps: int = flag(
+        0,
+        "Rollouts at the start of the run that train only the critic. With at least --num-rollout the policy is never "
+        "trained.",
+        within="[0, inf)",
+        needs=_CRITIC,
+    )
+    critic_lr: float | None = flag(
+        None, "Learning rate of the critic. Default: --lr.", within="[0, inf)", needs=_CRITIC
+    )
+    critic_lr_warmup_iters: int = flag(
+        0, "Optimizer steps over which the critic's learning rate rises.", within="[0, inf)", needs=_CRITIC
+    )
+    critic_load: str | None = flag(
+        None,
+        "Initial weights of the critic: a Hugging Face folder, of a language model or of a value model, or a "
+        "checkpoint directory. Default: those of the policy, with a new head.",
+        needs=_CRITIC,
+    )
+    critic_save: str | None = flag(
+        None,
+        "Directory for the critic as a Hugging Face model (AutoModelForTokenClassification) at every checkpoint; "
+        "`{rollout_id}` is replaced. Checkpoints of --save contain the critic in any case.",
+        needs="save",
+    )
+    critic_num_nodes: int | None = flag(
+        None,
+        "Accepted for Miles compatibility; no effect (the critic shares the policy's GPUs).",
+        within="[1, inf)",
+        needs=_CRITIC,
+    )
+    critic_num_gpus_per_node: int | None = flag(
+        None,
+        "Accepted for Miles compatibility; no effect (the critic shares the policy's GPUs).",
+        within="[1, inf)",
+        needs=_CRITIC,
+    )
+    megatron_config_path: str | None = flag(
+        None,
+        "YAML file with optimizer flags, `load` and `save` of the roles actor and critic, which override the command "
+        "line, as in slime.",
+        needs=_CRITIC,
+    )
     eps_clip: float = flag(
         0.2,
         "Lower clipping bound: the probability ratio is clipped below at 1 minus this value.",
@@ -176,6 +233,11 @@ class AlgoFlags:
         low = self.tis_clip_low or 1 / self.tis_clip if self.tis_lower_bound is None else self.tis_lower_bound
         high = self.tis_clip if self.rs_upper_bound is None else self.rs_upper_bound
         return low if self.rs_lower_bound is None else self.rs_lower_bound, high
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether a value model is trained."""
+        return find_algorithm(self.advantage_estimator).has_critic and self.loss_type != "sft_loss"
 
     @property
     def uses_reference(self) -> bool:

@@ -91,8 +91,9 @@ class ClusterFlags:
     )
     offload_train: bool | None = flag(
         None,
-        "Move the trainer's state to host memory while the engines generate. Default: on with --colocate.",
-        needs="colocate",
+        "Move the trainer's state to host memory while the engines generate, and of policy and critic the one that is "
+        "not in use. Default: on with --colocate and with a critic.",
+        needs="colocate or advantage_estimator.has_critic",
         excludes="debug_rollout_only",
     )
     offload_rollout: bool | None = flag(

@@ -99,12 +99,14 @@ class TensorReader:
         return self._files[name].read(name, rows)
 
     @torch.no_grad()
-    def copy_into(self, targets: dict[str, Tensor], sharding: Sharding) -> None:
+    def copy_into(
+        self, targets: dict[str, Tensor], sharding: Sharding, *, ignored: frozenset[str] = frozenset()
+    ) -> None:
         """Copy tensors into `targets` in place; of sharded ones, this rank's shard.
 
-        Raises CheckpointError if names or shapes differ.
+        Raises CheckpointError if names, other than those `ignored`, or shapes differ.
         """
-        names = self.names
+        names = self.names - ignored
         missing, extra = sorted(targets.keys() - names), sorted(names - targets.keys())
         shapes = [n for n in targets if n in names and tuple(targets[n].shape) != self.shape(n)]
         if missing or extra or shapes:

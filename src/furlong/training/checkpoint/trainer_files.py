@@ -76,6 +76,23 @@ def step_count(meta: Mapping[str, Any], role: Role) -> int:
     return int(meta["num_steps" if role == "actor" else f"{role}_num_steps"])
 
 
+def check_roles(folder: Path, meta: Mapping[str, Any], trained: Iterable[Role]) -> None:
+    """Raise CheckpointError if a checkpoint lacks a trained model; warn of one that this run does not train."""
+    for role in trained:
+        if weights_stem(role) not in meta["files"] or (role != "actor" and f"{role}_num_steps" not in meta):
+            raise CheckpointError(
+                f"{folder} has no {role}: it was saved by a run that trains none. Resume with the "
+                "--advantage-estimator of that run, or start a new run from its weights with --finetune"
+            )
+    if ignored := [role for role in meta["roles"] if f"{role}_num_steps" in meta and role not in trained]:
+        logger.warning("%s has a trained %s, which this run does not train: ignored", folder, ", ".join(ignored))
+
+
+def frozen_roles(meta: Mapping[str, Any]) -> list[Role]:
+    """Return the frozen models of a checkpoint."""
+    return [role for role in meta["roles"] if f"{role}_num_steps" not in meta]
+
+
 def reader(folder: Path, meta: Mapping[str, Any], stem: str) -> AbstractContextManager[TensorReader]:
     """Open the files of `stem`. Raises CheckpointError if one is missing or damaged, also from the body."""
     return open_reader(folder, [file_name(stem, number) for number in range(int(meta["files"][stem]))])

@@ -18,8 +18,9 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from transformers import PreTrainedModel
 from furlong.algo.logprob import stats_from_logits, token_stats
 from furlong.core.algorithms import Role
 from furlong.core.batch import FlopsModel, MicroBatch
-from furlong.core.device_memory import MemoryTransfer, total_transfer
+from furlong.core.device_memory import MemoryTransfer
 from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
 from furlong.files.atomic import PendingFiles
@@ -42,6 +43,7 @@ from furlong.models import hf_model as hf
 from furlong.models.fake_quantization import quantized_values, round_model
 from furlong.models.model_facts import chunk_rows, forward_flops, is_worth_compiling, logits_bytes
 from furlong.models.packed_model import PackedModel, RoutingState
+from furlong.models.value_head import ValueHead, exported, load_value_model, values, with_value_head
 from furlong.training.backend_interface import (
     Backend,
     MicroBatchTooLargeError,
@@ -53,6 +55,8 @@ from furlong.training.backend_interface import (
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.tensor_reader import TensorReader
 from furlong.training.checkpoint.trainer_files import (
+    check_roles,
+    frozen_roles,
     is_optimizer,
     optimizer_stem,
     step_count,
@@ -72,6 +76,7 @@ from furlong.training.settings import (
     ONLY_TRAIN_FLAG,
     REPLAYED,
     BackendSettings,
+    RoleSettings,
     matching_names,
 )
 from furlong.training.sharding import Prepare, Sharding, reshard, tensors_of
@@ -97,12 +102,21 @@ class FsdpBackend(Backend):
             {"ref": settings.hf_checkpoint, **settings.role_folders},
             load=lambda folder: self._load(folder, prepare=_freeze),
             new=self._like_actor,
+            offload=self._offload,
+            onload=_onload,
+            shares_device=settings.shares_device,
         )
-        self._models.add("actor", self._load_trained(settings.initial_weights or settings.hf_checkpoint))
+        start = settings.initial_weights or settings.hf_checkpoint
+        self._models.add("actor", self._load_trained("actor", RoleSettings(start, settings.optim)))
+        for role, each in settings.trained.items():
+            self._models.use()
+            self._models.add(role, self._load_trained(role, each))
         # Loaded now and not at first use: transformers sets PyTorch's default dtype while loading, which would affect
         # the engine's thread once it generates.
         for role in settings.role_folders:
+            self._models.use()
             _ = self._models[role]
+        self._models.use("actor")
         self._pass_bytes = self.sharding.working_bytes(self.actor, settings.dtype)
         layers: Any = self.actor.model.base_model.layers if self.sharding.is_sharded else ()
         self._layer_times = LayerTimes(layers, settings.device)
@@ -118,22 +132,58 @@ class FsdpBackend(Backend):
         """The policy's optimizer."""
         return self._models.optimizer("actor")
 
-    def _load_trained(self, folder: Path) -> FsdpModel:
+    def _load_trained(self, role: Role, start: RoleSettings) -> FsdpModel:
         settings, host = self.settings, HostOffload()
-        packed = self._load(folder, prepare=self._prepare, is_trained=True)
-        logger.info("loaded weights from %s", folder)
+        if role == "critic":
+            packed = self._load_critic(start.folder)
+        else:
+            packed = self._load(start.folder, prepare=self._prepare, is_trained=True)
+        logger.info("loaded weights from %s%s", start.folder, "" if role == "actor" else f" into the {role}")
         samples_per_step = settings.train.global_batch_size or 1
         optimizer = MasterOptimizer(
             [(name, p) for name, p in packed.model.named_parameters() if p.requires_grad],
-            settings.optim,
-            Schedule(settings.optim, total_steps=settings.total_steps, samples_per_step=samples_per_step),
+            start.optim,
+            Schedule(start.optim, total_steps=settings.total_steps, samples_per_step=samples_per_step),
             self.sharding,
             offload=settings.offload,
             wait=host.wait_for_deferred,
         )
         return TrainedModel(packed, optimizer, host)
 
-    def _prepare(self, model: PreTrainedModel) -> None:
+    def _load_critic(self, folder: Path) -> PackedModel:
+        """Load a value model from a folder or a checkpoint; with a new head if that has none."""
+        if is_dist_folder(folder):
+            raise ConfigError(dist_with_fsdp("--critic-load", folder, self.settings.hf_checkpoint))
+        settings = self.settings
+        is_checkpoint = (folder / trainer_files.META).exists()
+        packed = self.sharding.load(
+            settings.hf_checkpoint if is_checkpoint else folder,
+            dtype=settings.dtype,
+            is_trained=True,
+            prepare=self._prepare_critic,
+            pack=self._pack,
+            read=partial(load_value_model, seed=settings.train.seed),
+        )
+        if not is_checkpoint:
+            return packed
+        model, meta = packed.model, trainer_files.read_meta(folder)
+        if weights_stem("critic") in meta["files"]:
+            _load_weights(folder, meta, weights_stem("critic"), model, self.sharding)
+            return packed
+        head_module: Any = model.get_output_embeddings()
+        head = {id(parameter) for parameter in head_module.parameters()}
+        body = {name: tensor for name, tensor in hf.named_tensors(model) if id(tensor) not in head}
+        heads = frozenset(name for name, tensor in hf.named_tensors(model) if id(tensor) in head)
+        with _reader(folder, meta, weights_stem("actor"), model) as reader:
+            reader.copy_into(body, self.sharding, ignored=heads)
+        return packed
+
+    def _prepare_critic(self, model: PreTrainedModel) -> None:
+        if not isinstance(model.get_output_embeddings(), ValueHead):  # built on the meta device
+            with_value_head(model)
+        self._prepare(model, has_lists=False)
+
+    def _prepare(self, model: PreTrainedModel, *, has_lists: bool = True) -> None:
         if self.settings.train.recompute_activations:
             # transformers < 5.20 has only the older name
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -141,7 +191,8 @@ class FsdpBackend(Backend):
             for module in model.modules():  # but not their submodules: some routers are random in training mode
                 module.training = getattr(module, "gradient_checkpointing", False) is True
         train = self.settings.train
-        choose_trained(model, train_only=train.only_train_params_name_list, freeze=train.freeze_params_name_list)
+        if has_lists:  # of the policy's parameters
+            choose_trained(model, train_only=train.only_train_params_name_list, freeze=train.freeze_params_name_list)
 
     def _load(self, folder: Path, *, prepare: Prepare, is_trained: bool = False) -> PackedModel:
         if is_dist_folder(folder):
@@ -185,6 +236,7 @@ class FsdpBackend(Backend):
 
         Raises TrainerError for a model that does not exist in this run.
         """
+        self._models.use(model)
         packed = self._models[model].module
         routing = self._routing(micro) if model in REPLAYED else None
         with torch.no_grad():
@@ -235,8 +287,10 @@ class FsdpBackend(Backend):
             logger.warning("out of memory; running the micro-batch again with more recomputation: %s", reason)
 
     def _forward_backward(self, micro: MicroBatch, loss_fn: LossFn, role: Role) -> Metrics:
+        self._models.use(role)
         optimizer = self._models.optimizer(role)
-        stats = self._stats(role, micro, self._routing(micro), StatsRequest.of(loss_fn))
+        routing = self._routing(micro) if role in REPLAYED else None
+        stats = self._stats(role, micro, routing, StatsRequest.of(loss_fn))
         loss, metrics = loss_fn(micro, stats)
         metrics |= agreement(micro, stats.rerouted_R)
         value = float(loss.detach())
@@ -248,7 +302,7 @@ class FsdpBackend(Backend):
             self._not_finite = self._not_finite or error
         if self.sharding.is_sharded and not (is_finite and loss.requires_grad):
             # the other ranks wait for this rank in the collectives of the backward pass
-            loss = (stats.log_probs_R * 0.0).sum()
+            loss = (stats.output_R * 0.0).sum()
         elif not is_finite or not loss.requires_grad:
             return metrics
         loss.backward()
@@ -262,6 +316,7 @@ class FsdpBackend(Backend):
         `check_finite` is off.
         """
         error, self._not_finite = self._not_finite, None
+        self._models.use(model)
         optimizer = self._models.optimizer(model)
         if reason := self.ranks.first(str(error or "")):
             optimizer.zero_grad()
@@ -270,13 +325,13 @@ class FsdpBackend(Backend):
             return OptimReport(math.nan, optimizer.schedule.lr(optimizer.num_steps), reason)
         return optimizer.step(skip_not_finite=not self.settings.check_finite)
 
-    def offload(self, roles: Collection[Role] | None = None) -> MemoryTransfer:
+    def offload(self) -> MemoryTransfer:
         """Move all state that persists between steps to pinned host memory and free the device. Not a collective.
 
         Gradients are dropped, and so are parameters rounded from master weights: `onload` rounds them again. Until
-        then, only `onload` may be called for these models.
+        then, only `onload` may be called.
         """
-        return total_transfer(map(self._offload, self._models.built(roles).values()))
+        return self._models.offload()
 
     def _offload(self, model: FsdpModel) -> MemoryTransfer:
         optimizer = model.optimizer
@@ -290,17 +345,9 @@ class FsdpBackend(Backend):
             reserve=optimizer.unallocated_bytes(),
         )
 
-    def onload(self, roles: Collection[Role] | None = None) -> MemoryTransfer:
+    def onload(self) -> MemoryTransfer:
         """Undo `offload`. The moments may still be copied on return; the optimizers wait for them."""
-        return total_transfer(map(self._onload, reversed(self._models.built(roles).values())))
-
-    @staticmethod
-    def _onload(model: FsdpModel) -> MemoryTransfer:
-        started = time.perf_counter()
-        moved = model.host.reload()
-        if model.optimizer is not None and model.optimizer.rounded():
-            model.optimizer.write_back()
-        return MemoryTransfer(moved.num_bytes, time.perf_counter() - started)
+        return self._models.onload()
 
     def _parts(self, model: FsdpModel) -> Iterator[Tensor]:
         """Yield persistent tensors, except moments and parameters that can be rounded from master weights."""
@@ -318,20 +365,22 @@ class FsdpBackend(Backend):
 
     def reset_optimizer(self, *, model: Role = "actor") -> None:
         """Reset the optimizer's moments; the learning-rate schedule continues."""
+        self._models.use(model)
         self._models.optimizer(model).reset()
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy under the names of a Hugging Face checkpoint, in a fixed order, tied tensors once.
+    def named_weights(self, *, model: Role = "actor") -> Iterator[tuple[str, Tensor]]:
+        """Yield a model under the names of a Hugging Face checkpoint, in a fixed order, tied tensors once.
 
         With several ranks a collective: all ranks iterate to the end, and each receives every full tensor in the
         training dtype on its device, gathered one at a time. With one rank the tensors are views of live parameters.
         """
-        model, is_sharded = self.actor.model, self.sharding.is_sharded
+        self._models.use(model)
+        module, is_sharded = self._models[model].module.model, self.sharding.is_sharded
         is_live = not is_sharded
-        for name, tensor in hf.named_tensors(model):
+        for name, tensor in hf.named_tensors(module):
             is_cast = is_sharded and isinstance(tensor, torch.nn.Parameter) and name not in self.sharding.uncast
             whole = self.sharding.full(tensor, dtype=self.settings.dtype if is_cast else tensor.dtype)
-            for known, part in hf.on_disk(model, name, whole):
+            for known, part in hf.on_disk(module, name, whole):
                 is_live = is_live and part is whole
                 yield known, part
         self.weights_are_views = is_live
@@ -343,6 +392,7 @@ class FsdpBackend(Backend):
     def copy_weights(self, source: Role, target: Role) -> None:
         """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is trained."""
         origin, copied = self._models.source_and_target(source, target)
+        self._models.use(source, target)
         self.sharding.copy(origin.model, copied.model)
 
     def _like_actor(self) -> PackedModel:
@@ -360,19 +410,21 @@ class FsdpBackend(Backend):
         """
         sharding = self.sharding
 
-        def weights(model: PreTrainedModel, optimizer: MasterOptimizer) -> Iterator[tuple[str, Tensor]]:
+        def weights(role: Role) -> Iterator[tuple[str, Tensor]]:
+            self._models.use(role)  # when the files of the model are written
+            model, optimizer = self._models[role].module.model, self._models[role].optimizer
+            if optimizer is None:
+                yield from _whole(model, dict(hf.named_tensors(model)), sharding)
+                return
             with optimizer.loaded():
                 yield from _whole(model, _trained_tensors(model, optimizer, sharding), sharding)
 
         tensors: dict[str, Iterator[tuple[str, Tensor]]] = {}
         for role in self._models.trained():
-            model, optimizer = self._models[role].module.model, self._models.optimizer(role)
-            tensors[weights_stem(role)] = weights(model, optimizer)
+            tensors[weights_stem(role)] = weights(role)
             if not self.settings.checkpoint.no_save_optim:
-                tensors[optimizer_stem(role)] = _moments(model, optimizer)
-        for role in self._models.diverged():
-            model = self._models[role].module.model
-            tensors[weights_stem(role)] = _whole(model, dict(hf.named_tensors(model)), sharding)
+                tensors[optimizer_stem(role)] = _moments(self._models[role].module.model, self._models.optimizer(role))
+        tensors |= {weights_stem(role): weights(role) for role in self._models.diverged()}
         steps: dict[Role, int] = {role: self._models.optimizer(role).num_steps for role in self._models.trained()}
         trainer_files.save(folder, tensors, sharding.ranks, meta=step_counts(steps), later=later)
 
@@ -385,11 +437,11 @@ class FsdpBackend(Backend):
             reshard(self._models[role].module)
         with self.ranks.agreed():
             meta = trainer_files.read_meta(folder)
+            check_roles(folder, meta, self._models.trained())
             for role in self._models.trained():
+                self._models.use(role)
                 self._load_role(folder, meta, role)
-        for role in meta["roles"]:
-            if role in self._models.trained():
-                continue
+        for role in frozen_roles(meta):
             self.copy_weights("actor", role)  # also what checkpoints do not contain, such as rotary frequencies
             with self.ranks.agreed():
                 _load_weights(folder, meta, weights_stem(role), self._models[role].module.model, self.sharding)
@@ -414,13 +466,13 @@ class FsdpBackend(Backend):
         else:
             logger.warning("%s was saved without optimizer states (--no-save-optim); moments start at zero", folder)
 
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: Path, *, model: Role = "actor") -> None:
         """Write a folder that transformers can load, with tokenizer and generation config of `hf_checkpoint`."""
         companions, dtype = self.settings.hf_checkpoint, self.settings.dtype
-        tensors = self.named_weights()
-        trainer_files.write_model(
-            folder, lambda: self.actor.model, tensors, self.ranks, dtype=dtype, companions=companions
-        )
+        tensors, module = self.named_weights(model=model), self._models[model].module.model
+        if model == "critic":
+            tensors = exported(tensors)
+        trainer_files.write_model(folder, lambda: module, tensors, self.ranks, dtype=dtype, companions=companions)
 
     def _stats(self, role: Role, micro: MicroBatch, routing: RoutingState | None, request: StatsRequest) -> TokenStats:
         packed, optimizer = self._models[role].module, self._models[role].optimizer or self.optimizer
@@ -435,6 +487,8 @@ class FsdpBackend(Backend):
                 if packed.softcap is not None:
                     logits_RV = packed.softcap * torch.tanh(logits_RV / packed.softcap)
                 return (logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature,)
+            if packed.is_value_model:
+                return (values(hidden_RD, head_VD, bias_V),)
             stats = token_stats(
                 hidden_RD,
                 head_VD,
@@ -449,10 +503,12 @@ class FsdpBackend(Backend):
             return (stats.log_probs_R,) if stats.entropy_R is None else (stats.log_probs_R, stats.entropy_R)
 
         # logits and their gradient; the gradient of the weight in two dtypes
-        head_bytes = 2 * logits_bytes(on_cpu=on_cpu) + 6 * packed.head_VD.numel()
+        head_bytes = 0 if packed.is_value_model else 2 * logits_bytes(on_cpu=on_cpu) + 6 * packed.head_VD.numel()
         pending_bytes = optimizer.pending_bytes + self._pass_bytes
         outputs = packed(micro, output_layer, pending_bytes=pending_bytes, head_bytes=head_bytes, routing=routing)
         rerouted_R = None if routing is None else routing.rerouted_R
+        if packed.is_value_model:
+            return TokenStats(outputs[0].new_empty(0), values_R=outputs[0])
         if not request.logits:
             return TokenStats(*outputs, rerouted_R=rerouted_R)
         logits_RV = outputs[0]
@@ -464,8 +520,16 @@ class FsdpBackend(Backend):
         for name, tensor in self._models[role].module.model.named_parameters():
             if not bool(torch.isfinite(self.sharding.local(tensor)).all()):
                 return f"; parameter {name} is not finite"
-        bad = int((~torch.isfinite(stats.log_probs_R)).sum())
-        return f"; all parameters are finite, {bad} of {len(stats.log_probs_R)} log-probs are not"
+        bad, what = int((~torch.isfinite(stats.output_R)).sum()), "log-probs" if stats.values_R is None else "values"
+        return f"; all parameters are finite, {bad} of {len(stats.output_R)} {what} are not"
+
+
+def _onload(model: FsdpModel) -> MemoryTransfer:
+    started = time.perf_counter()
+    moved = model.host.reload()
+    if model.optimizer is not None and model.optimizer.rounded():
+        model.optimizer.write_back()
+    return MemoryTransfer(moved.num_bytes, time.perf_counter() - started)
 
 
 def _freeze(model: PreTrainedModel) -> None:

@@ -63,6 +63,11 @@ ENDS = (
     WeightRule("decoder.final_layernorm.weight", ("model.norm.weight",)),
     WeightRule("output_layer.weight", ("lm_head.weight",), axis=0),
 )
+VALUE_ENDS = (  # of a critic, whose scalar head every tensor-parallel rank has
+    *ENDS[:2],
+    WeightRule("output_layer.weight", ("lm_head.weight",)),
+    WeightRule("output_layer.bias", ("lm_head.bias",)),
+)
 NORMS = (
     WeightRule("input_layernorm.weight", ("input_layernorm.weight",)),
     WeightRule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),

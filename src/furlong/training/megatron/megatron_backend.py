@@ -8,13 +8,12 @@ from __future__ import annotations
 
 # Megatron-core's annotations do not match what its functions accept and return.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
-import contextlib
 import dataclasses
 import logging
 import math
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,13 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from furlong.config.checks.engine_checks import attention_problem
 from furlong.config.sections import TrainFlags
 from furlong.core.algorithms import Role
 from furlong.core.batch import FlopsModel, MicroBatch
-from furlong.core.device_memory import MemoryTransfer, total_transfer
+from furlong.core.device_memory import MemoryTransfer
 from furlong.core.metric import Metrics
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.files.atomic import PendingFiles
@@ -39,6 +39,14 @@ from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.fake_quantization import fake_quantize, is_rounded, rounding_of
 from furlong.models.hf_config import load_config
 from furlong.models.model_facts import forward_flops, is_worth_compiling
+from furlong.models.value_head import (
+    ValueHead,
+    ValueTensors,
+    exported,
+    new_head,
+    value_config,
+    with_value_head,
+)
 from furlong.quantization.scheme import QuantizationScheme
 from furlong.training.backend_interface import (
     NotFiniteLossError,
@@ -49,10 +57,17 @@ from furlong.training.backend_interface import (
 )
 from furlong.training.checkpoint import trainer_files
 from furlong.training.checkpoint.tensor_reader import TensorReader
-from furlong.training.checkpoint.trainer_files import optimizer_stem, step_count, step_counts, weights_stem
+from furlong.training.checkpoint.trainer_files import (
+    check_roles,
+    frozen_roles,
+    optimizer_stem,
+    step_count,
+    step_counts,
+    weights_stem,
+)
 from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron import weight_names as names
-from furlong.training.megatron.distributed_optimizer import MASTER, ChunkOptimizer, OptimizerState
+from furlong.training.megatron.distributed_optimizer import MASTER, ChunkOptimizer
 from furlong.training.megatron.model_build import build_chunks, initialize, transformer_config
 from furlong.training.megatron.moe_layers import RouterReplay
 from furlong.training.megatron.moe_routing import LoadBalancing
@@ -72,6 +87,7 @@ from furlong.training.settings import (
     ONLY_TRAIN_FLAG,
     REPLAYED,
     BackendSettings,
+    RoleSettings,
     matching_names,
 )
 
@@ -91,6 +107,7 @@ class MegatronBackend(PipelinedBackend):
         self.settings, self.ranks = settings, ranks
         self._router_replays: dict[Role, RouterReplay] = {}
         self.hf: Any = load_config(settings.hf_checkpoint)
+        self._value_hf = value_config(self.hf)
         self.layout = Layout.of(settings.train, settings.megatron, self.hf.num_hidden_layers)
         self.balancing = LoadBalancing.of(settings.moe)
         initialize(self.layout, settings.train.seed)
@@ -103,8 +120,16 @@ class MegatronBackend(PipelinedBackend):
             {"ref": whole, **settings.role_folders},
             load=self._load_frozen,
             new=lambda: self._load_frozen(whole),
+            offload=self._offload,
+            onload=_onload,
+            shares_device=settings.shares_device,
         )
-        self._models.add("actor", self._load_trained(settings.initial_weights or whole))
+        start = RoleSettings(settings.initial_weights or whole, settings.optim)
+        self._models.add("actor", self._load_trained("actor", start))
+        for role, each in settings.trained.items():
+            self._models.use()
+            self._models.add(role, self._load_trained(role, each))
+        self._models.use("actor")
         timed = self.actor if ranks.world_size > 1 else []
         self._layer_times = LayerTimes([layer for c in timed for layer in c.decoder.layers], settings.device)
         if settings.initial_optimizer is not None:
@@ -124,10 +149,16 @@ class MegatronBackend(PipelinedBackend):
             config.moe_grouped_gemm = settings.moe.moe_grouped_gemm
         return config
 
-    def _load(self, folder: Path) -> list[GPTModel]:
-        chunks = build_chunks(self.config, self.hf, self.settings.hooks.provider)
+    def _hf_of(self, role: Role) -> Any:
+        """Return the transformers config of a role's model."""
+        return self._value_hf if role == "critic" else self.hf
+
+    def _load(self, folder: Path, role: Role = "actor", config: TransformerConfig | None = None) -> list[GPTModel]:
+        chunks = build_chunks(config or self.config, self._hf_of(role), self.settings.hooks.provider)
+        if role == "critic" and chunks[-1].post_process:
+            put_value_head(chunks[-1], seed=self.settings.train.seed)
         with self.ranks.agreed():
-            fill(chunks, folder, self.hf)
+            fill(chunks, folder, self._hf_of(role), role, seed=self.settings.train.seed)
         compiled = self.settings.compile_layers
         if compiled is None:
             size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.layout.tensor
@@ -151,11 +182,16 @@ class MegatronBackend(PipelinedBackend):
         """The policy's optimizer."""
         return self._models.optimizer("actor")
 
-    def _load_trained(self, folder: Path) -> MegatronModel:
-        settings, host = self.settings, HostOffload()
-        chunks = self._load(folder)
-        trained = set_trainable(chunks, self.hf, settings.train)
-        optimizer = ChunkOptimizer(settings, chunks, self.config, trained, wait=host.wait_for_deferred)
+    def _load_trained(self, role: Role, start: RoleSettings) -> MegatronModel:
+        settings, train, host = self.settings, self.settings.train, HostOffload()
+        # --overlap-grad-reduce keeps a model's functions in its config
+        config = self.config if role == "actor" else self._model_config()
+        chunks = self._load(start.folder, role, config)
+        if role != "actor":  # the lists name the policy's parameters
+            train = dataclasses.replace(train, only_train_params_name_list=None, freeze_params_name_list=None)
+        trained = set_trainable(chunks, self._hf_of(role), train)
+        settings = dataclasses.replace(settings, optim=start.optim)
+        optimizer = ChunkOptimizer(settings, chunks, config, trained, wait=host.wait_for_deferred)
         return TrainedModel(chunks, optimizer, host)
 
     def _load_frozen(self, folder: Path) -> list[GPTModel]:
@@ -197,6 +233,7 @@ class MegatronBackend(PipelinedBackend):
             outputs.append(stats)
             return torch.zeros((), device=self.settings.device)
 
+        self._models.use(model)
         chunks = self._models[model].module
         if self.settings.hooks.before_log_probs is not None:
             self.settings.hooks.before_log_probs(list(chunks), "" if model in REPLAYED else f"{model}_")
@@ -205,7 +242,8 @@ class MegatronBackend(PipelinedBackend):
             passes = self._pipeline.run(chunks, micros, keep, StatsRequest(entropy), forward_only=True, replay=replay)
         last = outputs or [None] * len(micros)  # the other stages have none
         stats = [
-            self._pipeline.from_last_stage(micro, stats, entropy) for micro, stats in zip(micros, last, strict=True)
+            self._pipeline.from_last_stage(micro, stats, entropy, is_value=model == "critic")
+            for micro, stats in zip(micros, last, strict=True)
         ]
         if replay is None or self.settings.routing_replay != "policy":
             return stats
@@ -250,9 +288,10 @@ class MegatronBackend(PipelinedBackend):
             if not math.isfinite(value):
                 error = NotFiniteLossError(f"loss {value}", micro.rows)
                 self._not_finite = self._not_finite or error
-                loss = (stats.log_probs_R * 0.0).nan_to_num().sum()
+                loss = (stats.output_R * 0.0).nan_to_num().sum()
             return loss
 
+        self._models.use(model)
         optimizer = self._models.optimizer(model)
         optimizer.begin_accumulation()
         replay = self._router_replay(model, micros)
@@ -270,24 +309,26 @@ class MegatronBackend(PipelinedBackend):
 
     def optim_step(self, *, model: Role = "actor") -> OptimReport:
         """Clip, step, advance the schedule. A non-finite loss or gradient on one rank counts on all ranks."""
+        self._models.use(model)
         optimizer = self._models.optimizer(model)
         error, self._not_finite = self._not_finite, None
         reason = self.ranks.first(str(error or ""))
         report = optimizer.step(
             reason,
             check_finite=self.settings.check_finite,
-            first_not_finite=partial(self._first_not_finite, self._models[model].module),
+            first_not_finite=partial(self._first_not_finite, model),
         )
         if reason and self.settings.check_finite:
             raise error or TrainerError(reason)
         return report
 
-    def _first_not_finite(self, chunks: list[GPTModel]) -> str:
-        pairs = names.parameters_with_local(chunks, self.hf)
+    def _first_not_finite(self, role: Role) -> str:
+        pairs = names.parameters_with_local(self._models[role].module, self._hf_of(role))
         return self.ranks.first_not_finite((each.theirs[0], getattr(local, "main_grad", None)) for each, local in pairs)
 
     def reset_optimizer(self, *, model: Role = "actor") -> None:
         """Reset the optimizer's moments; the learning-rate schedule continues."""
+        self._models.use(model)
         self._models.optimizer(model).reset()
 
     def layer_seconds(self) -> float | None:
@@ -296,13 +337,13 @@ class MegatronBackend(PipelinedBackend):
 
     # -- leaving the device
 
-    def offload(self, roles: Collection[Role] | None = None) -> MemoryTransfer:
+    def offload(self) -> MemoryTransfer:
         """Move all states between steps to pinned host memory and release device memory.
 
         Parameters that are rounded from master weights are discarded, and rounded again by `onload`, which must be the
-        next call for these models.
+        next call.
         """
-        return total_transfer(map(self._offload, self._models.built(roles).values()))
+        return self._models.offload()
 
     def _offload(self, model: MegatronModel) -> MemoryTransfer:
         optimizer = model.optimizer
@@ -316,20 +357,12 @@ class MegatronBackend(PipelinedBackend):
             reserve=optimizer.missing_moment_bytes(),
         )
 
-    def onload(self, roles: Collection[Role] | None = None) -> MemoryTransfer:
+    def onload(self) -> MemoryTransfer:
         """Undo `offload`. A collective, as each data-parallel rank rounds its slice of the parameters.
 
         Moments may still be copying afterwards; the optimizers wait for them.
         """
-        return total_transfer(map(self._onload, reversed(self._models.built(roles).values())))
-
-    @staticmethod
-    def _onload(model: MegatronModel) -> MemoryTransfer:
-        started = time.perf_counter()
-        moved = model.host.reload()
-        if model.optimizer is not None and _rounded(model):
-            model.optimizer.round_parameters()
-        return MemoryTransfer(moved.num_bytes, time.perf_counter() - started)
+        return self._models.onload()
 
     def _parts(self, model: MegatronModel) -> Iterator[Tensor]:
         """Yield tensors that exist between steps, except moments and parameters rounded from master weights."""
@@ -350,34 +383,42 @@ class MegatronBackend(PipelinedBackend):
         The files have whole tensors under Hugging Face names, as those of --train-backend fsdp. Saving gathers one
         tensor at a time on all ranks. With `later`, add the files there instead of writing them.
         """
-        with contextlib.ExitStack() as stack:
-            tensors: dict[str, Iterator[tuple[str, Tensor]]] = {}
-            for role, model in self._models.trained().items():
-                optimizer = self._models.optimizer(role)
-                stack.enter_context(optimizer.loaded())
-                master = partial(optimizer.state.whole, kind=MASTER)
-                tensors[weights_stem(role)] = names.export(model.module, self.hf, value_of=master)
-                if not self.settings.checkpoint.no_save_optim:
-                    tensors[optimizer_stem(role)] = self._named_moments(model.module, optimizer.state)
-            for role in self._models.diverged():
-                tensors[weights_stem(role)] = names.export(self._models[role].module, self.hf)
-            steps = {role: self._models.optimizer(role).num_steps for role in self._models.trained()}
-            meta = step_counts(steps) | {"layout": dataclasses.asdict(self.layout)}
-            trainer_files.save(folder, tensors, self.ranks, meta=meta, later=later)
+        tensors: dict[str, Iterator[tuple[str, Tensor]]] = {}
+        for role in self._models.trained():
+            tensors[weights_stem(role)] = self._exported(role)
+            if not self.settings.checkpoint.no_save_optim:
+                tensors[optimizer_stem(role)] = self._named_moments(role)
+        tensors |= {weights_stem(role): self._exported(role) for role in self._models.diverged()}
+        steps: dict[Role, int] = {role: self._models.optimizer(role).num_steps for role in self._models.trained()}
+        meta = step_counts(steps) | {"layout": dataclasses.asdict(self.layout)}
+        trainer_files.save(folder, tensors, self.ranks, meta=meta, later=later)
 
-    def _named_moments(self, chunks: list[GPTModel], state: OptimizerState) -> Iterator[tuple[str, Tensor]]:
-        """Yield each moment of each trained tensor, then the step counts."""
-        for moment in state.moment_names:
-            value_of = partial(state.whole, kind=moment)
-            for name, tensor in names.export(chunks, self.hf, value_of=value_of):
-                if name in state.trained:
-                    yield f"{name}/{moment}", tensor
-        if state.kind != "adam":
+    def _exported(self, role: Role) -> Iterator[tuple[str, Tensor]]:
+        """Yield a model's tensors, as master weights if it is trained, when its files are written."""
+        self._models.use(role)
+        chunks, optimizer = self._models[role].module, self._models[role].optimizer
+        if optimizer is None:
+            yield from names.export(chunks, self._hf_of(role))
             return
-        step = torch.tensor(state.step)
-        dist.all_reduce(step, dist.ReduceOp.MAX)  # a rank may have no slice
-        for name in sorted(state.trained):
-            yield f"{name}/step", step.clone()
+        with optimizer.loaded():
+            yield from names.export(chunks, self._hf_of(role), value_of=partial(optimizer.state.whole, kind=MASTER))
+
+    def _named_moments(self, role: Role) -> Iterator[tuple[str, Tensor]]:
+        """Yield each moment of each trained tensor, then the step counts."""
+        chunks, optimizer = self._models[role].module, self._models.optimizer(role)
+        state = optimizer.state
+        with optimizer.loaded():
+            for moment in state.moment_names:
+                value_of = partial(state.whole, kind=moment)
+                for name, tensor in names.export(chunks, self._hf_of(role), value_of=value_of):
+                    if name in state.trained:
+                        yield f"{name}/{moment}", tensor
+            if state.kind != "adam":
+                return
+            step = torch.tensor(state.step)
+            dist.all_reduce(step, dist.ReduceOp.MAX)  # a rank may have no slice
+            for name in sorted(state.trained):
+                yield f"{name}/step", step.clone()
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint of any layout or of --train-backend fsdp; with the same layout, bitwise.
@@ -386,11 +427,12 @@ class MegatronBackend(PipelinedBackend):
         """
         with self.ranks.agreed():
             meta = trainer_files.read_meta(folder)
-            for role in self._models.trained():
+            check_roles(folder, meta, self._models.trained())
+        for role in self._models.trained():
+            self._models.use(role)
+            with self.ranks.agreed():
                 self._load_role(folder, meta, role)
-        for role in meta["roles"]:
-            if role in self._models.trained():
-                continue
+        for role in frozen_roles(meta):
             frozen = self._models.replaced(role).module
             with self.ranks.agreed(), trainer_files.reader(folder, meta, weights_stem(role)) as reader:
                 names.load(frozen, self.hf, reader)
@@ -401,7 +443,7 @@ class MegatronBackend(PipelinedBackend):
     def _load_role(self, folder: Path, meta: Mapping[str, Any], role: Role) -> None:
         chunks, optimizer = self._models[role].module, self._models.optimizer(role)
         with optimizer.loaded(), trainer_files.reader(folder, meta, weights_stem(role)) as reader:
-            names.load(chunks, self.hf, reader, put=partial(optimizer.state.put, kind=MASTER))
+            names.load(chunks, self._hf_of(role), reader, put=partial(optimizer.state.put, kind=MASTER))
             optimizer.state.reset()
             optimizer.num_steps = step_count(meta, role)
             if self.settings.checkpoint.no_load_optim:
@@ -433,23 +475,34 @@ class MegatronBackend(PipelinedBackend):
             state.set_step(steps.pop() if steps else 0.0)
             for moment in state.moment_names:
                 moments = _MomentReader(reader, moment, weights)
-                names.load(self._models[role].module, self.hf, moments, put=partial(state.put, kind=moment))
+                chunks = self._models[role].module
+                names.load(chunks, self._hf_of(role), moments, put=partial(state.put, kind=moment))
 
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: Path, *, model: Role = "actor") -> None:
         """Write a Hugging Face folder, with tokenizer and generation config of the original."""
         whole, dtype = self.settings.hf_checkpoint, self.settings.dtype
-        build = partial(hf.build_empty, whole, dtype=dtype)
-        trainer_files.write_model(folder, build, self.named_weights(), self.ranks, dtype=dtype, companions=whole)
+
+        def build() -> PreTrainedModel:
+            built = hf.build_empty(whole, dtype=dtype)
+            if model == "critic":
+                with_value_head(built)
+            return built
+
+        tensors = self.named_weights(model=model)
+        tensors = exported(tensors) if model == "critic" else tensors
+        trainer_files.write_model(folder, build, tensors, self.ranks, dtype=dtype, companions=whole)
 
     # -- other models
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's whole tensors under Hugging Face names, on every rank. A collective."""
-        return names.export(self.actor, self.hf)
+    def named_weights(self, *, model: Role = "actor") -> Iterator[tuple[str, Tensor]]:
+        """Yield a model's whole tensors under Hugging Face names, on every rank. A collective."""
+        self._models.use(model)
+        yield from names.export(self._models[model].module, self._hf_of(model))
 
     def copy_weights(self, source: Role, target: Role) -> None:
         """Make the frozen model `target` equal to `source`. Raises TrainerError if `target` is trained."""
         origin, copied = self._models.source_and_target(source, target)
+        self._models.use(source, target)
         pairs = zip(names.local_tensors(copied).values(), names.local_tensors(origin).values(), strict=True)
         with torch.no_grad():
             for to, value in pairs:
@@ -462,6 +515,14 @@ def _check(settings: BackendSettings) -> None:
         raise ConfigError("--train-backend megatron does not support float64; use --bf16 or --fp32")
     if problem := attention_problem(settings.train, settings.megatron, device, str(dtype).removeprefix("torch.")):
         raise ConfigError(problem)
+
+
+def _onload(model: MegatronModel) -> MemoryTransfer:
+    started = time.perf_counter()
+    moved = model.host.reload()
+    if model.optimizer is not None and _rounded(model):
+        model.optimizer.round_parameters()
+    return MemoryTransfer(moved.num_bytes, time.perf_counter() - started)
 
 
 def _rounded(model: MegatronModel) -> list[Tensor]:
@@ -479,14 +540,26 @@ def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
 # -- a rank's model chunks: weights, trained parameters, rounding
 
 
-def fill(chunks: list[GPTModel], folder: Path, hf: Any) -> None:
+def put_value_head(chunk: GPTModel, *, seed: int) -> None:
+    """Replace the output layer of the last chunk by a new scalar head, the same on all tensor-parallel ranks."""
+    like = next(chunk.parameters())
+    head = ValueHead(chunk.config.hidden_size, device=like.device, dtype=like.dtype)
+    with torch.no_grad():
+        for parameter, value in zip((head.weight, head.bias), new_head(head.in_features, seed), strict=True):
+            parameter.copy_(value)
+    chunk.output_layer = head
+
+
+def fill(chunks: list[GPTModel], folder: Path, hf: Any, role: Role = "actor", *, seed: int = 0) -> None:
     """Load this rank's model chunks from a checkpoint of `save`, of Megatron-LM, or from a Hugging Face folder."""
-    with places.open_source(folder) as source:
+    with places.open_source(folder, role) as source:
         if isinstance(source, DistReader):
             places.load(chunks, source)
+        elif role == "critic" and "lm_head.bias" not in source.names:  # not a critic of a checkpoint
+            names.load(chunks, hf, ValueTensors(folder, source, hf.hidden_size, seed=seed))
         else:
             names.load(chunks, hf, source)
-    logger.info("loaded weights from %s", folder)
+    logger.info("loaded weights from %s%s", folder, "" if role == "actor" else f" into the {role}")
 
 
 def set_trainable(chunks: Sequence[GPTModel], hf: Any, flags: TrainFlags) -> frozenset[str]:

@@ -27,6 +27,7 @@ from furlong.core.metric import Metric, Metrics
 from furlong.interfaces import TokenStats
 from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.model_facts import chunk_rows, logits_bytes
+from furlong.models.value_head import ValueHead, values
 from furlong.training.loss_wrappers import StatsRequest
 from furlong.training.megatron.moe_layers import RouterPass, RouterReplay
 from furlong.training.megatron.packed_layer import PackedMicroBatch, pack
@@ -106,7 +107,7 @@ class Pipeline:
         """Choose the MLPs to recompute for one forward pass. number: index of the forward pass within the step."""
         plain = _unwrapped(model)
         head_bytes = 0
-        if plain.post_process:
+        if plain.post_process and not is_value_model(plain):
             head_bytes = 2 * logits_bytes(on_cpu=self.on_cpu) + 6 * self._head_of(plain).numel()
         passes = max(self.layout.passes_in_flight(parallel_state.get_pipeline_model_parallel_rank()) - number, 1)
         num_tokens = part.tokens.shape[1]
@@ -122,6 +123,8 @@ class Pipeline:
         """Return log-probs of all response tokens from the last stage's hidden states, [1, T of this rank, D]."""
         plain = _unwrapped(model)
         hidden_TD = output[0].to(self.settings.dtype)  # Megatron-core returns bfloat16 as float32
+        if is_value_model(plain):
+            return self._values(plain.output_layer, hidden_TD, part, micro)
         if self.layout.sequence_parallel:
             hidden_TD = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_TD, tensor_parallel_output_grad=True
@@ -150,26 +153,45 @@ class Pipeline:
         entropy_R = None if stats.entropy_R is None else self._gather(stats.entropy_R, part, micro)
         return TokenStats(self._gather(stats.log_probs_R, part, micro), entropy_R)
 
-    def _gather(self, values: Tensor, part: PackedMicroBatch, micro: MicroBatch) -> Tensor:
-        if self.layout.context == 1:
-            return values
-        group = parallel_state.get_context_parallel_group()
-        return cast("Tensor", GatherTokens.apply(values, part.response, len(micro.response_pos_R), group))
+    def _values(
+        self, head: torch.nn.Linear, hidden_TD: Tensor, part: PackedMicroBatch, micro: MicroBatch
+    ) -> TokenStats:
+        """Return the values of all response tokens.
 
-    def from_last_stage(self, micro: MicroBatch, stats: TokenStats | None, entropy: bool) -> TokenStats:
-        """Broadcast the last stage's log-probs and entropies to the other stages."""
+        Every tensor-parallel rank has the whole head and computes the same values of all tokens. So the gradients of
+        head and hidden states are the same on each, and are not summed over these ranks.
+        """
+        if self.layout.sequence_parallel:
+            hidden_TD = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_TD, tensor_parallel_output_grad=False
+            )
+        values_R = values(hidden_TD.index_select(0, part.predict), head.weight, head.bias)
+        return TokenStats(values_R.new_empty(0), values_R=self._gather(values_R, part, micro))
+
+    def _gather(self, tokens: Tensor, part: PackedMicroBatch, micro: MicroBatch) -> Tensor:
+        if self.layout.context == 1:
+            return tokens
+        group = parallel_state.get_context_parallel_group()
+        return cast("Tensor", GatherTokens.apply(tokens, part.response, len(micro.response_pos_R), group))
+
+    def from_last_stage(
+        self, micro: MicroBatch, stats: TokenStats | None, entropy: bool, *, is_value: bool
+    ) -> TokenStats:
+        """Broadcast the last stage's log-probs and entropies, or values, to the other stages."""
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() == 1:
             assert stats is not None
             return stats
         shape = (2 if entropy else 1, len(micro.response_pos_R))
-        values = torch.zeros(shape, device=self.device)
+        rows = torch.zeros(shape, device=self.device)
         if stats is not None:
-            values[0] = stats.log_probs_R
+            rows[0] = stats.output_R
             if entropy and stats.entropy_R is not None:
-                values[1] = stats.entropy_R
-        dist.broadcast(values, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        return TokenStats(values[0], values[1] if entropy else None)
+                rows[1] = stats.entropy_R
+        dist.broadcast(rows, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        if is_value:
+            return TokenStats(rows.new_empty(0), values_R=rows[0])
+        return TokenStats(rows[0], rows[1] if entropy else None)
 
     def broadcast_metrics(self, metrics: list[Metrics]) -> list[Metrics]:
         """Broadcast the last stage's metrics to the other stages, as JSON."""
@@ -197,6 +219,11 @@ def _filler(device: torch.device) -> MicroBatch:
         weight_R=nothing,
         rows=np.zeros(0, np.int64),
     )
+
+
+def is_value_model(model: GPTModel) -> bool:
+    """Return whether this chunk has a scalar head."""
+    return isinstance(getattr(model, "output_layer", None), ValueHead)
 
 
 def _unwrapped(model: Any) -> GPTModel:

@@ -25,7 +25,8 @@ from furlong.errors import CheckpointError
 from furlong.models.model_facts import head_width
 from furlong.models.stored_tensors import TensorSource
 from furlong.models.untrained_tensors import is_untrained
-from furlong.training.megatron.family import ENDS, WeightRule, architecture_of, family_of
+from furlong.models.value_head import is_value_config
+from furlong.training.megatron.family import ENDS, VALUE_ENDS, WeightRule, architecture_of, family_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # sent between ranks by index
 
@@ -53,7 +54,7 @@ def parameters(hf: Any, config: Any) -> Iterator[Parameter]:
     family = family_of(hf.model_type)
     num_experts = family.architecture(hf).num_experts
     experts_per_rank = num_experts // config.expert_model_parallel_size
-    for rule in ENDS:
+    for rule in VALUE_ENDS if is_value_config(hf) else ENDS:
         is_head = rule.ours.startswith("output_layer")
         if not (is_head and hf.tie_word_embeddings):
             yield Parameter(rule, rule.ours, rule.theirs, *((0, 0) if rule.ours.startswith("embedding") else last))

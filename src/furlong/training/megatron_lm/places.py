@@ -23,8 +23,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from furlong.core.algorithms import Role
 from furlong.errors import CheckpointError
 from furlong.models.stored_tensors import TensorSource, open_tensors
+from furlong.models.value_head import ValueHead
 from furlong.training.checkpoint import trainer_files
 from furlong.training.megatron.distributed_optimizer import MASTER, OptimizerState
 from furlong.training.megatron.model_build import build_chunks, transformer_config
@@ -80,6 +82,16 @@ class DistPlaces:
             if match := NUMBERED_LAYER.search(name):
                 layers.setdefault(match[0], set()).add(name[match.end() :])
         return DistPlaces([chunk], numbered=len({frozenset(names) for names in layers.values()}) > 1)
+
+    def drop_value_head(self, chunks: Sequence[GPTModel], files: DistReader) -> frozenset[str]:
+        """Forget the places of a scalar head that the checkpoint does not have; returns its parameters' names."""
+        head = getattr(chunks[-1], "output_layer", None)
+        weight = "output_layer.weight"
+        if not isinstance(head, ValueHead) or (weight in files.names and files.shape(weight)[0] == 1):
+            return frozenset()
+        for name in (names := frozenset({weight, "output_layer.bias"})):
+            self._of.pop((len(chunks) - 1, name), None)
+        return names
 
     def check(self, files: DistReader, *, is_whole: bool = True) -> None:
         """Raise CheckpointError if a checkpoint is of another model. The vocabulary may be padded.
@@ -156,10 +168,16 @@ def _read(read_box: ReadBox, part: ShardedTensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def open_source(folder: Path) -> Generator[TensorSource | DistReader]:
-    """Open a Hugging Face folder, the `trainer` folder of a checkpoint, or a torch_dist checkpoint."""
+def open_source(folder: Path, role: Role = "actor") -> Generator[TensorSource | DistReader]:
+    """Open a Hugging Face folder, the `trainer` folder of a checkpoint, or a torch_dist checkpoint.
+
+    role: whose weights to read from the `trainer` folder, if it has them; the policy's otherwise.
+    """
     if (folder / trainer_files.META).is_file():
-        with trainer_files.reader(folder, trainer_files.read_meta(folder), trainer_files.WEIGHTS) as reader:
+        meta = trainer_files.read_meta(folder)
+        stem = trainer_files.weights_stem(role)
+        stem = stem if stem in meta["files"] else trainer_files.WEIGHTS
+        with trainer_files.reader(folder, meta, stem) as reader:
             yield reader
     elif is_dist_folder(folder):
         yield DistReader(folder)
@@ -170,12 +188,17 @@ def open_source(folder: Path) -> Generator[TensorSource | DistReader]:
 
 @torch.no_grad()
 def load(chunks: Sequence[GPTModel], files: DistReader) -> None:
-    """Load this rank's part of a model from a checkpoint of any layout. Raises CheckpointError for another model's."""
+    """Load this rank's part of a model from a checkpoint of any layout. Raises CheckpointError for another model's.
+
+    A scalar head that the checkpoint does not have keeps its values.
+    """
     files.check()
     places = DistPlaces.of(chunks, files)
+    kept = places.drop_value_head(chunks, files)
     places.check(files, is_whole=False)
     for (chunk, name), target in local_tensors(chunks).items():
-        target.copy_(places.read(files.read, chunk, name))
+        if name not in kept:
+            target.copy_(places.read(files.read, chunk, name))
 
 
 def load_optimizer(chunks: Sequence[GPTModel], folder: Path, optimizer: OptimizerState, ranks: Ranks) -> int:

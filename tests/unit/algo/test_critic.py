@@ -1,0 +1,176 @@
+"""Generalized advantage estimates and the value loss against float64 loops written from the papers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from furlong.algo.advantage import token_advantages
+from furlong.algo.passes import needed_passes
+from furlong.algo.reduce import loss_weights
+from furlong.algo.value_loss import ValueLoss, explained_variance
+from furlong.core.batch import pack_micro_batch
+from furlong.core.metric import merge
+from furlong.errors import DataError, TrainerError
+from furlong.interfaces import TokenStats
+from oracles.cases import flags, random_batch
+
+PPO = {"gamma": 0.97, "lambd": 0.9, "kl_coef": 0.05, "kl_loss_type": "k1"}
+
+
+def gae_loop(rewards, values, mask, kl, *, gamma, lambd, kl_coef):
+    """One sample: from the last trained token to the first, skipping the others."""
+    advantages, returns = np.zeros(len(mask)), np.zeros(len(mask))
+    trained = [t for t in range(len(mask)) if mask[t]]
+    next_value = next_advantage = 0.0
+    for t in reversed(trained):
+        reward = -kl_coef * kl[t] + (rewards if t == trained[-1] else 0.0)
+        delta = reward + gamma * next_value - values[t]
+        advantages[t] = next_advantage = delta + gamma * lambd * next_advantage
+        returns[t] = advantages[t] + values[t]
+        next_value = values[t]
+    return advantages, returns
+
+
+def estimate(samples, **more):
+    """Advantages and returns of samples (reward, values, mask, kl), concatenated."""
+    rewards, values, masks, kls = zip(*samples, strict=True)
+    lengths = torch.tensor([len(mask) for mask in masks])
+    flat = [torch.tensor(np.concatenate(column), dtype=torch.float64) for column in (values, masks, kls)]
+    advantages, returns = token_advantages(
+        flags("ppo", **PPO, **more),
+        rewards_S=torch.tensor(rewards, dtype=torch.float64),
+        mask_R=flat[1],
+        seq_of_R=torch.repeat_interleave(torch.arange(len(samples)), lengths),
+        old_log_probs_R=flat[2],
+        ref_log_probs_R=torch.zeros_like(flat[2]),
+        values_R=flat[0],
+    )
+    return advantages.split(lengths.tolist()), returns.split(lengths.tolist())
+
+
+numbers = st.floats(-3, 3, allow_nan=False, width=32)
+
+
+@st.composite
+def one_sample(draw):
+    size = draw(st.integers(1, 40))
+    columns = [draw(st.lists(kind, min_size=size, max_size=size)) for kind in (numbers, st.integers(0, 1), numbers)]
+    return draw(numbers), *(np.array(column, dtype=np.float64) for column in columns)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(one_sample(), min_size=1, max_size=6), st.randoms())
+def test_the_estimate_is_the_loop_over_trained_tokens_in_any_packing_and_order(samples, random):
+    order = list(range(len(samples)))
+    random.shuffle(order)
+    cut = random.randrange(len(order) + 1)
+    for part in (order[:cut], order[cut:]):  # what two ranks, or two micro-batches, would compute
+        if not part:
+            continue
+        advantages, returns = estimate([samples[i] for i in part])
+        for place, i in enumerate(part):
+            reward, values, mask, kl = samples[i]
+            loop = gae_loop(reward, values, mask, kl, gamma=0.97, lambd=0.9, kl_coef=0.05)
+            for have, want in zip((advantages[place], returns[place]), loop, strict=True):
+                np.testing.assert_allclose(have.numpy(), want, rtol=1e-12, atol=1e-12)
+
+
+def test_what_masked_tokens_contain_does_not_matter():
+    reward, values, mask, kl = 1.0, np.array([0.1, np.nan, 0.3]), np.array([1.0, 0, 1]), np.array([0.2, np.nan, 0.1])
+    (with_tool,), (returns,) = estimate([(reward, values, mask, kl)])
+    kept = mask > 0
+    (alone,), _ = estimate([(reward, values[kept], mask[kept], kl[kept])])
+    assert torch.equal(with_tool[torch.tensor(kept)], alone)  # no discount over the tool's tokens
+    assert with_tool[1] == returns[1] == 0
+
+
+def test_whitening_changes_advantages_but_not_the_targets_of_the_critic():
+    sample = (1.0, np.array([0.3, 0.1, 0.5]), np.ones(3), np.zeros(3))
+    (plain,), (targets,) = estimate([sample])
+    (white,), (same,) = estimate([sample], normalize_advantages=True)
+    assert torch.equal(targets, same)
+    assert white.mean().item() == pytest.approx(0.0, abs=1e-9)
+    assert not torch.equal(plain, white)
+
+
+def test_advantages_without_values_are_refused():
+    with pytest.raises(DataError, match="critic's values"):
+        token_advantages(flags("ppo"), rewards_S=torch.ones(1), mask_R=torch.ones(1), seq_of_R=torch.zeros(1).long())
+
+
+def test_the_row_runs_the_critic_and_the_log_probs_that_its_kl_needs():
+    assert [each.column for each in needed_passes(flags("ppo"), 1)] == ["values"]
+    passes = needed_passes(flags("ppo", kl_coef=0.1), 1)
+    assert [(each.role, each.column) for each in passes] == [
+        ("ref", "ref_log_probs"), ("actor", "old_log_probs"), ("critic", "values")
+    ]  # fmt: skip
+
+
+def value_step(batch, values, splits, clip=0.2):
+    """Loss, gradient w.r.t. the values and metrics of one optimizer step over micro-batches."""
+    weights = loss_weights(batch, [np.arange(len(batch))], mode="token", constant_len=None)
+    live = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    loss, parts = torch.zeros((), dtype=torch.float64), []
+    for rows in splits:
+        micro = pack_micro_batch(batch, rows, weights)
+        index = torch.from_numpy(batch.response_positions(np.asarray(rows)))
+        part, metrics = ValueLoss(clip)(micro, TokenStats(live.new_empty(0), values_R=live[index]))
+        loss, parts = loss + part, [*parts, metrics]
+    loss.backward()
+    return loss.item(), live.grad, merge(parts)
+
+
+@pytest.fixture
+def batch():
+    drawn = random_batch(3)
+    rng = np.random.default_rng(0)
+    old = rng.normal(size=len(drawn.loss_masks)).astype(np.float32)
+    return drawn.with_columns(values=old, returns=old + rng.normal(size=len(old)).astype(np.float32))
+
+
+def test_the_value_loss_is_that_of_slime_over_the_tokens_of_the_whole_step(batch):
+    rng = np.random.default_rng(1)
+    old, returns = (batch.columns[name].astype(np.float64) for name in ("values", "returns"))
+    live = old + 0.3 * rng.normal(size=len(old))
+    clipped = old + np.clip(live - old, -0.2, 0.2)
+    terms = np.maximum((clipped - returns) ** 2, (live - returns) ** 2)[batch.loss_masks > 0]
+    whole = value_step(batch, live, [np.arange(len(batch))])
+    assert whole[0] == pytest.approx(terms.mean(), rel=1e-6)
+    assert whole[2]["value_loss"].value == pytest.approx(whole[0], rel=1e-6)
+    moved = np.abs(live - old)[batch.loss_masks > 0] > 0.2
+    assert whole[2]["value_clipfrac"].value == pytest.approx(moved.mean(), rel=1e-5)
+    split = value_step(batch, live, [np.array([4, 1]), np.array([0, 2, 3, 8]), np.array([5, 6, 7])])
+    assert split[0] == pytest.approx(whole[0], rel=1e-6)
+    torch.testing.assert_close(split[1], whole[1], rtol=1e-6, atol=1e-9)
+    assert not whole[1][torch.from_numpy(batch.loss_masks == 0)].any()
+
+
+def test_the_gradient_of_the_value_loss_is_its_derivative(batch):
+    rng = np.random.default_rng(2)
+    live = batch.columns["values"].astype(np.float64) + 0.3 * rng.normal(size=len(batch.loss_masks))
+    whole = [np.arange(len(batch))]
+    _, gradient, _ = value_step(batch, live, whole)
+    for index in rng.choice(len(live), 8, replace=False):
+        nudge = np.zeros_like(live)
+        nudge[index] = 1e-5
+        slope = (value_step(batch, live + nudge, whole)[0] - value_step(batch, live - nudge, whole)[0]) / 2e-5
+        assert gradient[index].item() == pytest.approx(slope, abs=1e-6)
+
+
+def test_a_policy_cannot_be_trained_by_the_value_loss(batch):
+    with pytest.raises(TrainerError, match="statistics of a policy"):
+        ValueLoss(0.2)(pack_micro_batch(batch, [0]), TokenStats(torch.zeros(1)))
+
+
+def test_the_explained_variance_is_of_trained_tokens_and_adds_up_over_ranks():
+    returns, mask = torch.tensor([1.0, 2.0, 3.0, 9.0]), torch.tensor([1, 1, 1, 0])
+    assert explained_variance(returns + 5, returns, mask) == pytest.approx(1.0)
+    assert explained_variance(torch.zeros(4), returns, mask) == pytest.approx(0.0)
+    assert math.isnan(explained_variance(returns, torch.ones(4), mask))
+    assert explained_variance(torch.zeros(4), returns, mask, reduce=lambda part: 2 * part) == pytest.approx(0.0)
