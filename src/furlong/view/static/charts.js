@@ -118,7 +118,9 @@ export class Chart {
     download(`${this.about.name}.csv`, csv([titles, ...this.data[0].map((x, i) => [x, ...this.data.slice(1).map((line) => line[i])])]));
   }
 
-  savePicture() {
+  async savePicture() {
+    this.plot.setSize({ width: 900, height: 420 });
+    await new Promise(requestAnimationFrame);
     const source = this.plot.ctx.canvas, ratio = devicePixelRatio || 1, row = 17, width = source.width / ratio;
     const top = 30, rows = this.lines.length > 1 ? this.lines.length : 0;
     const picture = h("canvas", { width: source.width, height: source.height + (top + rows * row + 8) * ratio });
@@ -143,6 +145,7 @@ export class Chart {
       pen.fillText(line.label, 48, y + 4, width - 56);
     });
     picture.toBlob((blob) => download(`${this.about.name}.png`, blob));
+    this.resize();
   }
 
   close() {

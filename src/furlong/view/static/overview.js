@@ -152,9 +152,9 @@ function diagnosesOf(view, runs, found) {
   const own = found.get(view.number).diagnoses.toSorted((a, b) => (rank[a.severity] ?? 2) - (rank[b.severity] ?? 2));
   const others = view.shown.filter((i) => i !== view.number && found.get(i).diagnoses.length);
   const links = others.map((i) => h("a", { href: view.link("overview", view.params, { run: i }) }, swatch(view.shown.indexOf(i)), `${runs[i].name}: ${found.get(i).diagnoses.length}`));
-  if (!own.length && !others.length) return h("p", { class: "muted" }, "Diagnoses: none.");
-  return [h("h2", null, `Diagnoses of ${runs[view.number].name}`), own.length ? own.map(diagnosisCard) : h("p", { class: "muted" }, "None."),
-    links.length ? h("p", { class: "pager" }, h("span", { class: "muted" }, "Of the other runs:"), links) : null];
+  const more = links.length ? [h("span", { class: "muted" }, "Diagnoses of other runs:"), links] : null;
+  if (!own.length) return h("p", { class: "pager" }, h("span", { class: "muted" }, `Diagnoses of ${runs[view.number].name}: none.`), more);
+  return [h("h2", null, `Diagnoses of ${runs[view.number].name}`), own.map(diagnosisCard), more ? h("p", { class: "pager" }, more) : null];
 }
 
 export async function showOverview(place, view) {
