@@ -78,7 +78,7 @@ def sabotaged(engines, model, folder: Path, after: str, *signals: signal.Signals
     argv = flags(
         model, data, folder / "run", engine="embedded", rollout_num_gpus=2, num_rollout=4, use_fault_tolerance=True,
         rollout_health_check_interval=0.3, rollout_health_check_timeout=4, rollout_max_response_len=24,
-        sglang_router_strategy="cache_aware" if HAS_ROUTER else "direct", **changes,
+        sglang_router_strategy="cache_aware" if HAS_ROUTER else "direct", log_level="DEBUG", **changes,
     )  # fmt: skip
     try:
         assert train(argv) == 4

@@ -147,6 +147,7 @@ def test_experts_of_every_process_are_verified_in_a_run(model, data, tmp_path):
     moe = with_experts(model, tmp_path / "moe")
     server = Loading("qwen3_moe", tp_size=2, ep_size=2)
     changes = {"rollout_external_engine_addrs": server.url, "update_weight_transport": "disk", "num_rollout": 1}
+    changes |= {"log_level": "DEBUG"}
     try:
         assert train(flags(moe, data, tmp_path / "run", **changes)) == 1
         log = (tmp_path / "run" / "run.log").read_text()
@@ -164,6 +165,7 @@ def test_experts_of_every_process_are_verified_in_a_run(model, data, tmp_path):
 def test_every_process_of_a_tensor_parallel_server_is_verified_in_a_run(model, data, tmp_path):
     server = Loading("qwen3", num_kv_heads=1, tp_size=2)
     changes = {"rollout_external_engine_addrs": server.url, "update_weight_transport": "disk", "num_rollout": 1}
+    changes |= {"log_level": "DEBUG"}
     try:
         assert train(flags(model, data, tmp_path / "run", **changes)) == 1
         log = (tmp_path / "run" / "run.log").read_text()

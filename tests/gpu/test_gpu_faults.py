@@ -98,7 +98,7 @@ def test_a_kernel_with_an_illegal_access_ends_its_engine(engines, tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 def test_an_engine_gets_its_memory_back_from_a_trainer_that_had_it(tmp_path):
     words = {"num_rollout": 3, "rollout_num_gpus": 1, "engine": "sglang", "colocate": True, "no_offload_train": True}
-    words |= {"sglang_disable_cuda_graph": True, "sglang_mem_fraction_static": 0.6}
+    words |= {"sglang_disable_cuda_graph": True, "sglang_mem_fraction_static": 0.6, "log_level": "DEBUG"}
     hook = f"{faulty_hooks.__file__}:postprocess_with_much_memory"
     code, found = run(tmp_path / "run", **words, rollout_data_postprocess_path=hook)
     assert (code, "MEM03" in found) == (0, False), found
@@ -145,6 +145,7 @@ def test_a_stopped_sglang_server_is_replaced_and_the_new_one_has_the_weights(tmp
     words = {"num_rollout": 2, "rollout_num_gpus": 1, "engine": "sglang", "colocate": transport == "ipc"}
     words |= {"sglang_disable_cuda_graph": True, "sglang_max_total_tokens": 1 << 16, "update_weight_timeout": 15}
     words |= {"update_weight_transport": transport, "use_fault_tolerance": True, "rollout_health_check_timeout": 15}
+    words |= {"log_level": "DEBUG"}
     hook = f"{faulty_hooks.__file__}:generate_and_stop_schedulers"
     code, found = run(tmp_path / "run", **words, custom_generate_function_path=hook)
     assert code == 0, found

@@ -69,7 +69,7 @@ def run(
     """
     argv = flags(
         model, write_prompts(folder / "prompts.jsonl"), folder / "run", num_rollout=num_rollout,
-        save_debug_rollout_data=folder / "samples_{rollout_id}.safetensors", **changes,
+        save_debug_rollout_data=folder / "samples_{rollout_id}.safetensors", log_level="DEBUG", **changes,
     )  # fmt: skip
     assert train(argv) == num_rollout
     assert audit(folder / "run" / "ledger.jsonl", finished=has_one_version).ok

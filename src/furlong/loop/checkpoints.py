@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 
 from furlong.core.algorithms import Role
 from furlong.core.batch import RolloutBatch
+from furlong.core.progress import progress
 from furlong.core.sample import Group
 from furlong.errors import CheckpointError, DataError, FurlongError
 from furlong.files.atomic import PARTIAL, PendingFiles, atomic_folder, sync_files, sync_to_disk, write_atomically
@@ -237,12 +238,13 @@ class Checkpoints:
         groups = [] if parts.pool is None else parts.pool.snapshot()
         folder = _make_partial(self.save_dir, step)
         async with parts.device_sharing.updating_weights():
-            if self.in_background:
-                pending = await parts.trainer.snapshot(folder / "trainer")
-                batches = copy.deepcopy(batches)  # hooks may modify batches in place
-            else:
-                pending = PendingFiles()
-                await parts.trainer.save(folder / "trainer")
+            with progress.phase("saving the checkpoint"):
+                if self.in_background:
+                    pending = await parts.trainer.snapshot(folder / "trainer")
+                    batches = copy.deepcopy(batches)  # hooks may modify batches in place
+                else:
+                    pending = PendingFiles()
+                    await parts.trainer.save(folder / "trainer")
         names = [f"rollout_{batch.rollout_id:07d}.safetensors" for batch in batches]
         state = {
             "format": STATE_FORMAT,
@@ -297,7 +299,8 @@ class Checkpoints:
         try:
             with atomic_folder(folder) as draft:
                 async with parts.device_sharing.updating_weights():
-                    await parts.trainer.save_hf(draft, model=role)
+                    with progress.phase("saving the model"):
+                        await parts.trainer.save_hf(draft, model=role)
                 if not any(draft.iterdir()):
                     raise CheckpointError(
                         f"{folder} is empty: the trainer's files are not visible on this machine; set {flag} to a "

@@ -26,6 +26,7 @@ from typing import Any
 from furlong.core.batch import RolloutBatch
 from furlong.core.garbage import GarbageCollector
 from furlong.core.metric import Metrics, maximum, mean, total, values
+from furlong.core.progress import progress
 from furlong.core.tracing import tracer
 from furlong.errors import DataError, SyncError
 from furlong.interfaces import DeviceSharing, Observer, Parts, PauseMode, Tracker, WeightSync
@@ -44,7 +45,8 @@ async def train(
 
     `on_start` is called before the first step, unless nothing is left to train.
     """
-    step, ahead = await checkpoints.restore(parts)
+    with progress.phase("loading the checkpoint"):
+        step, ahead = await checkpoints.restore(parts)
     first = saved_step = step
     if step >= schedule.num_rollout > 0:
         logger.info("nothing to train: %d of %d rollouts are done; raise --num-rollout", step, schedule.num_rollout)
@@ -103,7 +105,7 @@ async def train(
 async def _train_on(parts: Parts, batch: RolloutBatch, step: int) -> Metrics:
     """Run the optimizer steps of one rollout on the trainer's devices."""
     async with parts.device_sharing.training():
-        with tracer.span("train", rollout=step):
+        with tracer.span("train", rollout=step), progress.phase("training", unit="micro-batches", beat="micro-batch"):
             return await parts.trainer.train(batch)
 
 
@@ -192,7 +194,8 @@ class WeightUpdater:
         self._observer.notify("weight_update_started", version=version)
         try:
             async with self._device_sharing.updating_weights():
-                report = await self._sync.update_weights(version)
+                with progress.phase("updating weights"):
+                    report = await self._sync.update_weights(version)
         except SyncError as error:
             if error.late is not None:
                 self._observer.notify("weight_update_timeout", **error.late)

@@ -19,6 +19,7 @@ from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.sections import RolloutFlags
 from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, mean, total
+from furlong.core.progress import Phase, progress
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
@@ -118,8 +119,13 @@ class EngineRollout:
 
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
         """Collect one rollout. Return None if the data cannot fill it; the groups so far are dropped and logged."""
-        if self._pool is not None:
-            return await self._produce_shared(self._pool, rollout_id)
+        n_samples = self._generation.args.n_samples_per_prompt
+        with progress.phase("rollout", total=self._batch_size * n_samples, unit="samples") as phase:
+            if self._pool is not None:
+                return await self._produce_shared(self._pool, rollout_id, phase)
+            return await self._produce(rollout_id)
+
+    async def _produce(self, rollout_id: int) -> RolloutBatch | None:
         started = time.monotonic()
         state = _Round(rollout_id, Flight())
         saved, self._restored = self._restored, []
@@ -201,7 +207,7 @@ class EngineRollout:
             for group in groups:
                 self._start(pool.flight, group, pool.next_rollout)
 
-    async def _produce_shared(self, pool: GroupPool, rollout_id: int) -> RolloutBatch | None:
+    async def _produce_shared(self, pool: GroupPool, rollout_id: int, phase: Phase) -> RolloutBatch | None:
         """Take the next complete groups. A call waits for those of earlier rollouts."""
         async with pool.collecting:
             state = _Round(rollout_id, pool.flight)
@@ -214,6 +220,7 @@ class EngineRollout:
                 if finished is None:  # a change of admission
                     continue
                 self._judge(state, *finished)
+                phase.done = sum(len(group.samples) for group in pool.ready)
                 pool.versions.pop(finished[0].index, None)
                 if state.surplus:  # a function gave the group up: it is issued again
                     self._return_surplus(state)

@@ -23,6 +23,7 @@ from furlong.config.sections import RolloutFlags
 from furlong.core.event_loop import gather_or_cancel
 from furlong.core.metric import Metrics, merge, total
 from furlong.core.outcome import Outcome, outcome_from_value
+from furlong.core.progress import progress
 from furlong.core.routing import extend_routes
 from furlong.core.sample import ROLE, STATUS_BY_FINISH_REASON, Group, Sample, Status
 from furlong.core.tracing import heartbeat, tracer
@@ -174,6 +175,7 @@ async def generate_turn(sample: Sample, generation: Generation, continues: Calla
                 generation.engine, list(sample.tokens), params, session=session_of(sample)
             )
         heartbeat.note("request")
+        progress.advance(0, tokens=len(completion.tokens))
         append_completion(sample, completion)
         if not continues():
             break
@@ -205,6 +207,7 @@ async def generate_sample(
         if began is not None:
             began()
         produced = await _produce(sample, generation, continues)
+        progress.advance()
         return [await _run_hooks(each, generation, rollout_id) for each in produced]
     finally:
         generation.load.end_episode()
@@ -460,7 +463,11 @@ class EvalSet:
 async def evaluate(sets: Sequence[EvalSet], rollout_id: int, *, report: SampleReport) -> Metrics:
     """Generate and score every set. Returns `eval/<name>` with lengths, truncation and pass@k."""
     started, wait = monotonic(), RewardWait()
-    groups_of_sets = await gather_or_cancel(_evaluate_set(each, rollout_id, wait) for each in sets)
+    with progress.phase("evaluation", unit="samples") as phase:
+        groups = [list(each.groups()) for each in sets]
+        phase.total = sum(len(group.samples) for of_set in groups for group in of_set)
+        pairs = zip(sets, groups, strict=True)
+        groups_of_sets = await gather_or_cancel(_evaluate_set(*pair, rollout_id, wait) for pair in pairs)
     parts: list[Metrics] = []
     data: dict[str, dict[str, Any]] = {}
     for each, groups in zip(sets, groups_of_sets, strict=True):
@@ -473,10 +480,9 @@ async def evaluate(sets: Sequence[EvalSet], rollout_id: int, *, report: SampleRe
     return report.of_evaluation(rollout_id, data, merge(parts), extra)
 
 
-async def _evaluate_set(each: EvalSet, rollout_id: int, wait: RewardWait) -> list[Group]:
+async def _evaluate_set(each: EvalSet, of_set: list[Group], rollout_id: int, wait: RewardWait) -> list[Group]:
     groups = await gather_or_cancel(
-        run_group(group, each.generation, rollout_id=rollout_id, continues=lambda: True, wait=wait)
-        for group in each.groups()
+        run_group(group, each.generation, rollout_id=rollout_id, continues=lambda: True, wait=wait) for group in of_set
     )
     if each.on_samples is not None:
         each.on_samples(rollout_id, each.name, [s for g in groups for s in g.samples])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from furlong.chat.messages import MessageError
+from furlong.core.progress import progress
 from furlong.core.routing import extend_routes
 from furlong.core.token_stream import TokenStream
 from furlong.core.tracing import heartbeat
@@ -213,6 +214,7 @@ class Policy:
             return await self._full_context(ids)
         self.watch.sampled(len(completion.tokens))
         heartbeat.note("request")
+        progress.advance(0, tokens=len(completion.tokens))
         self.answered.append((ids, completion))
         return completion
 

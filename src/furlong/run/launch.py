@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from furlong.config.sections import CheckpointFlags, Config
 from furlong.config.topology import Topology, uses_ray
 from furlong.core.garbage import import_without_gc, raise_gc_threshold
 from furlong.core.model_config import read_json
+from furlong.core.progress import progress
 from furlong.core.user_code import describe_exception, passes, place_of, with_hook_errors
 from furlong.diagnosis.preflight import preflight
 from furlong.diagnosis.preflight.flag_checks import from_problem
@@ -33,6 +36,7 @@ from furlong.errors import (
     HookError,
     TerminatedError,
 )
+from furlong.files.atomic import write_atomically
 from furlong.files.checkpoint_folder import find_complete_folders, find_resume_folder, saved_num_threads
 from furlong.machine import (
     Threads,
@@ -48,6 +52,7 @@ from furlong.run.records import explain_errors, log_run, record_outcome, trace_p
 from furlong.run.signals import EXIT_CODES, EndSignals, Reason
 from furlong.tools.gpu_memory import local_device, type_bytes
 from furlong.tools.memory_plan import engine_advice, with_chosen_sizes
+from furlong.tracking.console import duration, show_progress
 from furlong.tracking.run_files import CONFIG, METRICS, RUN_LOG, RUN_STARTS
 
 if TYPE_CHECKING:
@@ -85,8 +90,10 @@ def run(resolved: Resolved, problems: Sequence[Problem] = ()) -> int:
     `problems` are those of reading the flags. Raises ConfigError with all of them and with every error of the preflight
     before anything is written; SystemExit with code 143 after SIGTERM has ended the run.
     """
-    findings = check_before_run(resolved, problems)
-    return run_in_folder(run_folder(resolved), resolved, findings)
+    with show_progress():
+        with progress.phase("checking the command"):
+            findings = check_before_run(resolved, problems)
+        return run_in_folder(run_folder(resolved), resolved, findings)
 
 
 def findings_before_run(resolved: Resolved, problems: Sequence[Problem] = ()) -> list[Diagnosis]:
@@ -165,13 +172,18 @@ def run_in_folder(
     keep_compile_caches(config.cluster.compile_cache_dir)
     limit_malloc_arenas()
     fixed = deterministic_kernels() if config.train.deterministic_mode else contextlib.nullcontext()
-    with log_run(config.track.log_level, folder / RUN_LOG), lock_save_folder(config.checkpoint.save), fixed:
+    with (
+        log_run(config.track.log_level, folder / RUN_LOG),
+        lock_save_folder(config.checkpoint.save),
+        fixed,
+        show_progress(),
+    ):
         log_changed_flags(folder, resolved)
         if not ((folder / CONFIG).exists() and (folder / METRICS).exists()):
             write_config(folder, resolved)  # the one of recorded steps is kept until this run continues from them
         # processes read the trace directory when they are created
         with explain_errors(resolved, folder) as memory, trace_processes(folder, enabled=config.debug.trace):
-            with import_without_gc("furlong.wiring.build"):
+            with progress.phase("importing PyTorch"), import_without_gc("furlong.wiring.build"):
                 raise_gc_threshold(config.data.rollout_batch_size * config.data.n_samples_per_prompt)
                 num_parts = 2 if config.rollout.async_buffer_size else 1
                 chosen = choose_threads(config.cluster.num_threads, num_parts=num_parts)
@@ -184,7 +196,8 @@ def run_in_folder(
             _log_start(folder, resolved, findings, threads)
             fault = resolved.config.fault
             with HangWatchdog(folder, seconds=fault.hang_timeout, stops=fault.on_hang) as hang:
-                built = build(resolved, folder)
+                with progress.phase("loading the model and the data"):
+                    built = build(resolved, folder)
                 if on_step is not None:
                     trackers = [*built.parts.trackers, StepCallback(on_step, built.watch.stop)]
                     built = replace(built, parts=replace(built.parts, trackers=trackers))
@@ -293,7 +306,7 @@ def _run_loop(
     """
     started = time.monotonic()
     try:
-        step = asyncio.run(_drive(built, hang, ends, on_start=lambda: write_config(folder, resolved)))
+        step = asyncio.run(_drive(built, resolved.config, hang, ends, on_start=lambda: write_config(folder, resolved)))
     except SystemExit as error:
         if isinstance(error, EndedBySignal):
             raise
@@ -304,6 +317,31 @@ def _run_loop(
         raise HookError(f"user code raised {describe_exception(error)}") from error
     logger.info("the run ended after step %d, in %.0f s: %s", step, time.monotonic() - started, folder)
     return step
+
+
+@contextlib.contextmanager
+def _start_of_engines(config: Config) -> Generator[None]:
+    """Show the start of what `Built.start` starts, with the time that it took the last time on this machine."""
+    if not is_started(config):
+        with progress.phase("starting"):
+            yield
+        return
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "furlong" / "engine_start_s.json"
+    key = f"{config.cluster.engine} {Path(str(config.rollout.hf_checkpoint)).resolve()}"
+    try:
+        known = json.loads(cache.read_text())
+        last_s = float(known.get(key, 0.0))
+    except (OSError, ValueError, TypeError, AttributeError):  # there is none, or it is damaged
+        known, last_s = {}, 0.0
+    what = f"starting {config.engines.rollout_num_gpus} GPUs of {config.cluster.engine} engines"
+    logger.info("%s%s", what, f"; it took {duration(last_s)} the last time" if last_s else "")
+    started = time.monotonic()
+    with progress.phase(what, last_s=last_s):
+        yield
+    known[key] = round(time.monotonic() - started, 1)
+    with contextlib.suppress(OSError):  # a home that is not writable
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(cache, json.dumps(known))
 
 
 class _EarlyEnd:
@@ -340,7 +378,12 @@ class _EarlyEnd:
 
 
 async def _drive(
-    built: Built, hang: HangWatchdog, ends: Sequence[EndSignals | Interrupt], *, on_start: Callable[[], None]
+    built: Built,
+    config: Config,
+    hang: HangWatchdog,
+    ends: Sequence[EndSignals | Interrupt],
+    *,
+    on_start: Callable[[], None],
 ) -> int:
     """Run the loop and close its parts in any case. `on_start` is called once everything is restored, before a step.
 
@@ -363,7 +406,8 @@ async def _drive(
     for each in ends:
         each.attach(lambda reason: loop.call_soon_threadsafe(early.request, reason))
     try:
-        await built.start()
+        with _start_of_engines(config):
+            await built.start()
         watching.append(asyncio.create_task(early.watch_trainer()))
         step = await train(built.parts, built.schedule, built.checkpoints, on_start=begin)
         if not step:  # only evaluated

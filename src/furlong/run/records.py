@@ -12,7 +12,9 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import ConsoleRenderable
 from rich.logging import RichHandler
+from rich.text import Text
 
 from furlong.catalogue import Diagnosis
 from furlong.config.command_line import Resolved
@@ -71,11 +73,20 @@ def _terminal_handler(*, is_verbose: bool) -> logging.Handler:
         handler = logging.StreamHandler(log_stream())
         handler.setFormatter(_Redacting(LOG_FORMAT, datefmt="%H:%M:%S"))
         return handler
-    handler = RichHandler(console=console, show_path=False, show_level=False, rich_tracebacks=False)
+    handler = _Colored(console=console, show_path=False, show_level=False, rich_tracebacks=False)
     handler.setFormatter(_LevelFirst("%(message)s", datefmt="%H:%M:%S"))
     if not is_verbose:
         handler.addFilter(lambda r: r.levelno > logging.INFO or not r.name.startswith(EVERY_STEP))
     return handler
+
+
+class _Colored(RichHandler):
+    """Shows warnings and errors in color."""
+
+    def render_message(self, record: logging.LogRecord, message: str) -> ConsoleRenderable:
+        """Return the message as `rich` shows it."""
+        style = "red" if record.levelno >= logging.ERROR else "yellow"
+        return super().render_message(record, message) if record.levelno < logging.WARNING else Text(message, style)
 
 
 class _Redacting(logging.Formatter):

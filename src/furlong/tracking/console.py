@@ -1,4 +1,4 @@
-"""Console output: one line per step in fixed columns, and a progress bar on a terminal."""
+"""Console output: one line per step in fixed columns, and what the run is doing, as a bar or a line each 30 s."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import functools
 import logging
 import math
 import textwrap
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.control import Control
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from furlong.core.progress import progress
 
 logger = logging.getLogger("furlong.track")  # short, because it prefixes every line
 
@@ -65,8 +71,73 @@ def terminal() -> Terminal:
     return Terminal(stderr=True)
 
 
+class _Now(ProgressColumn):
+    """The time that is left, and what the run is doing."""
+
+    def render(self, task: Task) -> Text:  # noqa: ARG002  signature of rich
+        """Return one line, which `rich` cuts at the edge of the terminal."""
+        left = progress.seconds_left()
+        parts = [f"{duration(left)} left"] if left else []
+        return Text("  ".join([*parts, progress.text()]), style="cyan", no_wrap=True, overflow="ellipsis")
+
+
+_shown = threading.Lock()  # held while the progress of this process is shown
+
+
+@contextmanager
+def show_progress(console: Terminal | None = None, *, every_s: float = 30.0) -> Generator[None]:
+    """Show what the run is doing: as a bar on a terminal, otherwise as a line in the log each `every_s`.
+
+    No effect within another such context.
+    """
+    if not _shown.acquire(blocking=False):
+        yield
+        return
+    console = console or terminal()
+    try:
+        if not console.is_terminal:
+            done = threading.Event()
+            thread = threading.Thread(target=_log_progress, args=(done, every_s), name="furlong-progress", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                done.set()
+                thread.join()
+            return
+        columns = (TextColumn("step"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), _Now())
+        with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+            task = bar.add_task("step", total=None)
+            _on_step.append(lambda: bar.update(task, completed=progress.last_step, total=progress.num_steps))
+            try:
+                yield
+            finally:
+                _on_step.clear()
+    finally:
+        _shown.release()
+
+
+_on_step: list[Callable[[], None]] = []
+
+
+def _log_progress(done: threading.Event, every_s: float) -> None:
+    while not done.wait(every_s):
+        left = progress.seconds_left()
+        step = f"step {progress.last_step} of {progress.num_steps}" if progress.num_steps else "start"
+        parts = [step, *([f"about {duration(left)} left"] if left else []), *filter(None, [progress.text()])]
+        logger.info("%s", "; ".join(parts))
+
+
+def duration(seconds: float) -> str:
+    """Return a time as `45 s`, `6:10 min` or `2:05 h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60}:{whole % 60:02} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
 class ConsoleTracker:
-    """Prints one line per step: to the log, or above a progress bar if the console is a terminal.
+    """Prints one line per step: to the log, or above the bar of `show_progress` if the console is a terminal.
 
     Metrics that were not measured are shown as "-". Mean rewards of evaluation sets follow the columns.
     """
@@ -75,33 +146,25 @@ class ConsoleTracker:
         self._console = console or terminal()
         self._lines = 0
         self._titles_at: int | None = None
-        self._progress: Progress | None = None
-        if self._console.is_terminal:
-            self._progress = Progress(
-                TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-                console=self._console, transient=True,
-            )  # fmt: skip
-            self._task = self._progress.add_task("step", total=num_steps)
+        progress.start(num_steps)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Print one step."""
-        written = self._lines if self._progress is None else self._console.num_written
+        written = self._console.num_written if self._console.is_terminal else self._lines
         if self._titles_at is None or written - self._titles_at >= HEADER_EVERY:
             self._titles_at = written
             self._print(format_header())
         self._lines += 1
         self._print(format_line(step, metrics))
-        if self._progress is not None:
-            self._progress.start()
-            self._progress.update(self._task, completed=step)
+        progress.step(step)
+        for show in _on_step:
+            show()
 
     def close(self) -> None:
-        """Remove the progress bar."""
-        if self._progress is not None:
-            self._progress.stop()
+        """Do nothing: nothing is buffered."""
 
     def _print(self, text: str) -> None:
-        if self._progress is None:
+        if not self._console.is_terminal:
             logger.info("%s", wrap_line(text, LOG_WIDTH - LOG_PREFIX, LOG_WIDTH))
         else:
             width = self._console.width

@@ -93,6 +93,7 @@ class RemoteSync(WeightSync):
         self._verifier = WeightVerifier()
         self._lock = asyncio.Lock()
         self._last_sent: tuple[int, WeightRecord] | None = None
+        self._done_level = logging.INFO
 
     async def update_weights(self, version: int) -> SyncReport:
         """Send, load and verify the trainer's weights. Raises SyncError naming every engine that failed."""
@@ -208,10 +209,12 @@ class RemoteSync(WeightSync):
         verify_s = sent.verify_s + time.perf_counter() - sent_at
         seconds = time.perf_counter() - started
         wire = "" if sent.wire_bytes is None else f" ({sent.wire_bytes} sent)"
-        logger.info(
+        logger.log(
+            self._done_level,
             "weight_sync done: version %d, %d tensors, %d bytes%s, %.3f s, %s",
             version, sent.num_tensors, sent.num_bytes, wire, seconds, compared,
         )  # fmt: skip
+        self._done_level = logging.DEBUG  # events.jsonl has every update
         checksums = {} if while_serving else sent.checksums
         report = SyncReport(version, sent.num_tensors, sent.num_bytes, seconds, verify_s, checksums, sent.wire_bytes)
         return report, sent

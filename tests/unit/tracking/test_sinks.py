@@ -7,17 +7,21 @@ import json
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
+import time
 import types
 
 import pytest
 
 from furlong.config.sections import TrackFlags
+from furlong.core.progress import Progress, progress
+from furlong.core.tracing import heartbeat
 from furlong.errors import ConfigError
 from furlong.machine import LOG_FORMAT
 from furlong.run.records import _terminal_handler
-from furlong.tracking.console import ConsoleTracker, Terminal, format_header, format_line
+from furlong.tracking.console import ConsoleTracker, Terminal, duration, format_header, format_line, show_progress
 from furlong.tracking.run_files import EventLog, StepFile
 from furlong.tracking.trackers import JsonlTracker, TensorBoardTracker, Trackers, WandbTracker
 
@@ -218,12 +222,43 @@ def test_log_lines_fit_into_100_columns(caplog):
 def test_terminal_lines_are_above_the_progress_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     out = io.StringIO()
-    tracker = ConsoleTracker(num_steps=2, console=Terminal(file=out, force_terminal=True, width=120))
-    tracker.log(1, STEP)
-    tracker.log(2, STEP)
-    tracker.close()
-    assert "0.512" in out.getvalue()
-    assert "2/2" in out.getvalue()
+    console = Terminal(file=out, force_terminal=True, width=120)
+    with show_progress(console):
+        tracker = ConsoleTracker(num_steps=4, console=console)
+        with progress.phase("rollout", total=8, unit="samples"):
+            progress.advance(3)
+            tracker.log(1, STEP)
+            tracker.log(2, STEP)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert "0.512" in shown
+    assert re.search(r"2/4 0:00:00 .*rollout 3/8 samples", shown)
+
+
+def test_without_a_terminal_what_the_run_does_is_a_line_each_time(caplog):
+    with caplog.at_level(logging.INFO, logger="furlong"), show_progress(Terminal(file=io.StringIO()), every_s=0.01):
+        ConsoleTracker(num_steps=3, console=Terminal(file=io.StringIO()))
+        with progress.phase("training", unit="micro-batches", beat="micro-batch"):
+            heartbeat.beat("micro-batch")
+            while not caplog.messages or "training" not in caplog.messages[-1]:
+                time.sleep(0.005)
+    assert caplog.messages[-1] == "step 0 of 3; training 1/? micro-batches"
+
+
+def test_the_time_left_follows_from_recent_steps(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("furlong.core.progress.time.monotonic", lambda: now[0])
+    run = Progress()
+    run.start(10)
+    for step in (1, 2, 3):
+        run.step(step)
+        now[0] += 4
+    assert run.seconds_left() == 7 * 4 - 4  # step 4 has run for 4 s
+    with run.phase("training"):
+        now[0] += 65
+    with run.phase("training"):
+        now[0] += 2
+        assert run.text() == "training, 2 s (65 s last time)"
+    assert [duration(seconds) for seconds in (9.6, 250, 7500)] == ["10 s", "4:10 min", "2:05 h"]
 
 
 def test_log_lines_of_a_terminal_are_above_the_bar_and_warnings_are_marked(monkeypatch):
@@ -239,7 +274,7 @@ def test_log_lines_of_a_terminal_are_above_the_bar_and_warnings_are_marked(monke
         logging.getLogger("furlong.weight_sync.transports.disk").info("of every step")  # for the file
     tracker.close()
     shown = out.getvalue()
-    assert shown.count("warning: checkpoint ") == shown.count("0.512") == 30
+    assert shown.count("\x1b[33mwarning: checkpoint ") == shown.count("0.512") == 30
     assert "of every step" not in shown
     assert shown.count(format_header()) == 3  # it stays on the screen
 
