@@ -20,6 +20,7 @@ from furlong import Sample
 from furlong.data.audit import audit
 from furlong.interfaces import Completion
 from furlong.models.tokenizer import build_tokenizer
+from furlong.quickstart.quickstart import model_folder
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -79,6 +80,16 @@ def test_math_example_trains_and_evaluates(commands, tmp_path):
     assert audit(tmp_path / "run/ledger.jsonl", finished=True).ok
     assert last["train/grad_norm"] > 0
     assert 0.2 < last["eval/held_out"] < 0.6  # the shipped model answers about a third correctly
+
+
+@pytest.mark.nightly
+def test_gsm_example_trains_writes_its_curve_and_has_a_valid_command_for_a_gpu(commands, tmp_path):
+    out = run_script(commands, "gsm", tmp_path / "cpu", "cpu", *SMALL)
+    assert "held-out accuracy: " in out
+    assert (tmp_path / "cpu/curve.csv").read_text().splitlines()[0] == "step,held_out"
+    short = ["--rollout-max-response-len", "4", "--eval-prompt-data", str(tmp_path / "gpu/data/held_out.jsonl@[:4]")]
+    run_script(commands, "gsm", tmp_path / "gpu", *SMALL, *short, MODEL=str(model_folder()))
+    assert audit(tmp_path / "gpu/ledger.jsonl", finished=True).ok
 
 
 @pytest.mark.nightly
