@@ -99,13 +99,7 @@ def section(name: str, group: RowGroup, rows: Sequence[ResultRow], published: Ma
         named = ", ".join(f"`{row.name}`" for row in rows if row.task == task)
         lines += [f"Task of {named}: {task.title}; model: {task.model}; {task.steps} steps.", ""]
     lines += ["| row | method | before | after | per seed | result | seconds | tokens |", "|" + "---|" * 8]
-<<<<<<< HEAD
     lines += [table_row(row, published[row.name]) for row in rows]
-=======
-    lines += [table_row(row, published[row.name]) for row in rows if row.name in published]
-    if others := [f"`{row.name}` ({row.method})" for row in rows if row.name not in published]:
-        lines += ["", f"`furlong reproduce` also has the rows {', '.join(others)}."]
->>>>>>> daf2a6e4 (examples: gsm, a real model on word problems on one GPU with the expected curve, and a variant for CPUs)
     lines += ["", *(f"- `{row.name}`: {remark}" for row in rows if (remark := remark_of(row))), ""]
     lines += [*conditions([published[row.name] for row in rows]), ""]
     if unmeasured:

@@ -28,7 +28,7 @@ class Phase:
     last_s: float = 0.0
     done: int = 0
     tokens: int = 0
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=lambda: time.monotonic())
     beats: int = 0
 
     def text(self) -> str:

@@ -133,23 +133,13 @@ def make_results() -> ModuleType:
 def test_the_results_page_is_up_to_date():
     page = (ROOT / "docs" / "results.md").read_text()
     assert page == make_results().render(read_published()), "run: python scripts/make_results.py"
-<<<<<<< HEAD
     assert all(f"`{name}`" in page for name in ROWS)
-=======
-    assert all(f"| `{name}` |" in page or f"`{name}` (" in page for name in ROWS)
->>>>>>> daf2a6e4 (examples: gsm, a real model on word problems on one GPU with the expected curve, and a variant for CPUs)
 
 
 def test_rows_without_results_are_named_below_the_table():
     page = make_results().render({})
-<<<<<<< HEAD
     assert "| `gsm-grpo` |" not in page
     assert "Rows without a published result, which run the same way: `gsm-grpo`, `gsm-dr-grpo`" in page
-=======
-    assert "`smollm2-gcd-grpo` (GRPO)" in page
-    assert "not run" not in page
-    assert f"- `smollm2-gcd-grpo`: Needs {NEEDS['model']} and" in page
->>>>>>> daf2a6e4 (examples: gsm, a real model on word problems on one GPU with the expected curve, and a variant for CPUs)
 
 
 def test_accuracy_by_time_is_the_mean_of_the_seeds():
