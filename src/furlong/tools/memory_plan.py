@@ -564,7 +564,11 @@ def assumptions(words: Sequence[str], *, gpus: int | None, device_bytes: int) ->
 def shown(assumed: Mapping[str, Any]) -> str:
     """Format the assumptions that matter as flags."""
     specs = flag_specs(Config)
-    words = [words_from_value(specs[name], value) for name, value in assumed.items() if name not in UNSEEN]
+    words = [
+        words_from_value(specs[name], value) or [f"{specs[name].flag}={value}"]  # what is a default, too
+        for name, value in assumed.items()
+        if name not in UNSEEN
+    ]
     return " ".join(word.replace("=", " ", 1) for flag_words in words for word in flag_words)
 
 
