@@ -70,14 +70,14 @@ ALLOWED |= {
 # Lines of Python per package, "furlong" for the modules that are in none.
 BUDGET = {
     "algo": 1350,
-    "catalogue": 1212,
+    "catalogue": 1240,
     "chat": 1365,
     "cluster": 1530,
     "commands": 1880,
     "config": 6720,
     "core": 4165,
     "data": 2840,
-    "diagnosis": 5730,
+    "diagnosis": 5760,
     "environments": 1200,
     "evals": 400,
     "files": 1290,

@@ -105,6 +105,13 @@ def _norms(*norms: float, **more: float) -> list[dict[str, float]]:
     return [{"train/grad_norm": norm} | more for norm in norms]
 
 
+PPO = {"advantage_estimator": "ppo"}
+
+
+def _critic(*explained: float, loss: float = 0.2) -> list[dict[str, float]]:
+    return [{"train/critic-explained_variance": each, "train/critic-value_loss": loss} for each in explained]
+
+
 ROLLOUTS = (
     steps("no response ends", "STOP02", [{"rollout/truncated_ratio": 1.0}], {"rollout_max_response_len": 8},
           remedy="--rollout-stop-token-ids|--rollout-max-response-len"),
@@ -211,6 +218,12 @@ NUMBERS = (
     steps("rewards in thousands", "NUM03", _norms(5000.0, **{"rollout/reward_range": 10_000.0}),
           {"grpo_std_normalization": False}, remedy="--disable-grpo-std-normalization"),
     steps("two passes that differ", "NUM03", [{"train/ppo_kl": 0.05}], remedy="--fp32"),
+    steps("a critic that never learns", "NUM07", _critic(*[-0.02] * 32), PPO, remedy="--critic-lr|--critic-load"),
+    steps("values that diverge", "NUM07", [*_critic(*[0.2] * 12), *_critic(-7.0, loss=40.0)], PPO,
+          remedy="lower --critic-lr"),
+    steps("a policy that starts with a new critic", "NUM08", _critic(-0.45), PPO, remedy="--num-critic-only-steps"),
+    steps("a warm-up of one rollout", "NUM08", _critic(-0.5, -0.3), PPO | {"num_critic_only_steps": 1},
+          remedy="--num-critic-only-steps"),
     steps("experts that disagree", "NUM05", [{"train/routing_agreement": 0.6}],
           remedy="--use-rollout-routing-replay"),
     steps("plain questions to an instruct model", "TPL03", [{"rollout/log_probs": -1.2}],
@@ -272,6 +285,13 @@ MACHINES = (
 STALE = {"rollout/staleness/max": 1.0, "rollout/staleness/mean": 1.0}
 HEALTHY = (
     steps("Qwen2.5-Coder-0.5B that learns word problems", "", LEARNING, WORD_PROBLEMS),
+    steps("a critic of the quickstart's task", "",  # measured: chance decides most of the outcome
+          _critic(-0.446, -0.131, -0.021, 0.083, 0.171, 0.087, 0.07, 0.104, 0.051, 0.026, 0.074, 0.011, 0.062, -0.036,
+                  0.041, -0.034, -0.039, 0.03, -0.049, 0.06, 0.059, -0.004, -0.004, 0.04, -0.04, 0.013, 0.017, 0.024,
+                  -0.02, 0.026, 0.034, 0.029, 0.082, -0.021, -0.005, 0.025), PPO | {"num_critic_only_steps": 4}),
+    steps("a policy that waits for its critic", "",
+          [{"rollout/zero_std_frac": 0.3, "rollout/reward_range": 1.0, "train/grad_norm": 0.0}] * 12,
+          PPO | {"num_critic_only_steps": 10}),
     steps("responses that get longer", "", [{n: v * (1 + i / 5 * (n == "perf/rollout_time")) for n, v in SPEED.items()}
                                             for i in range(40)]),
     steps("empty answers and exits that lose", "",

@@ -315,6 +315,27 @@ def test_steps_that_change_no_weight(tmp_path, own):
     assert (code, list(found)) == (0, ["NUM06"])
 
 
+PPO = {"advantage_estimator": "ppo", "normalize_advantages": True}
+
+
+@fault("NUM07")
+@pytest.mark.nightly
+def test_a_critic_that_never_learns(tmp_path):
+    faulty = PPO | {"num_rollout": 33, "num_critic_only_steps": 33}
+    code, found = run(tmp_path / "run", **faulty, critic_lr=0)
+    assert (code, list(found)) == (0, ["NUM07"])
+    assert found["NUM07"]["evidence"]["mean"] < 0
+    assert run(tmp_path / "mended", **faulty, critic_lr=1e-3) == (0, {})
+
+
+@fault("NUM08")
+def test_a_policy_that_is_trained_with_a_new_critic(tmp_path):
+    code, found = run(tmp_path / "run", **PPO, num_rollout=1)
+    assert (code, list(found)) == (0, ["NUM08"])
+    assert "--num-critic-only-steps" in found["NUM08"]["remedy"]
+    assert run(tmp_path / "mended", **PPO, critic_lr=1e-3, num_critic_only_steps=8, num_rollout=10) == (0, {})
+
+
 @fault("SLOW01")
 @pytest.mark.nightly
 def test_a_tool_that_gets_slow(tmp_path):

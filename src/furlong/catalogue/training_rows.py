@@ -277,4 +277,26 @@ ROWS = (
         remedy="Check --lr and its schedule, --adam-eps (1e-8), the loss masks of custom functions, and custom loss "
         "and advantage functions.",
     ),
+    Row(
+        "NUM07",
+        "the critic is of no use",
+        "R",
+        "warning",
+        symptom="PPO learns slowly or not at all; values do not follow the returns, or grow without bound.",
+        cause="The critic's learning rate is too low or too high, it is trained too rarely, or nothing in the tokens "
+        "tells the outcome.",
+        checked="The explained variance, on average over 32 rollouts; the critic's loss against its median.",
+        remedy="Raise --critic-lr or --num-critic-only-steps; start from a trained critic with --critic-load; or use "
+        "an estimator without a critic, such as --advantage-estimator grpo.",
+    ),
+    Row(
+        "NUM08",
+        "value warm-up too short",
+        "R",
+        "warning",
+        symptom="The first updates of the policy are noise.",
+        cause="The critic's head is new and has seen too few rollouts.",
+        checked="The explained variance in the first rollout that trains the policy.",
+        remedy="Raise --num-critic-only-steps or --critic-lr, or start from a trained critic with --critic-load.",
+    ),
 )

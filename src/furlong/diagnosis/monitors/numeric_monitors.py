@@ -39,6 +39,15 @@ GRAD_ROWS, GRAD_LEAST = 32, 8
 ROUTING = 0.9
 
 
+# Explained variance of a critic. On the quickstart's task, where chance decides most of the outcome, the mean over 32
+# rollouts of a run that learns from 35 % to 82 % was at least 0.009; before training it was -0.45, after three rollouts
+# above -0.03.
+CRITIC, CRITIC_ROWS = "train/critic-explained_variance", 32
+SHORT_WARM_UP = -0.1
+# The critic's loss as a multiple of its median: in the same run at most 2.
+VALUE_LOSS, VALUE_JUMP = "train/critic-value_loss", 10.0
+
+
 def reference_kl(now: StepContext) -> Alert | None:
     """NUM01: KL to the reference before the first optimizer step."""
     kl = now.row.get("selftest/ref_kl", now.row.get("rollout/kl"))
@@ -280,11 +289,57 @@ def expert_routing(now: StepContext) -> Alert | None:
     )
 
 
+def critic(now: StepContext) -> Alert | None:
+    """NUM07: a critic that explains nothing of the returns, and one whose values diverge."""
+    explained, loss = now.row.get(CRITIC), now.row.get(VALUE_LOSS)
+    if explained is None or loss is None:
+        return None
+    before = now.recent(VALUE_LOSS, GRAD_ROWS + 1)[:-1]
+    evidence = {"explained_variance": explained, "value_loss": loss, "values": now.row.get("rollout/values")}
+    if len(before) >= GRAD_LEAST and explained < -1 and loss > VALUE_JUMP * statistics.median(before):
+        return now.alert(
+            "NUM07",
+            f"the values of the critic diverge: its loss is {loss:.3g}, {loss / statistics.median(before):.0f} times "
+            f"the median of the earlier steps, and the explained variance {explained:.3g}",
+            cause="The critic's learning rate is too high, or rewards are large.",
+            remedy="lower --critic-lr or --clip-grad, or scale rewards to about 0 to 1",
+            evidence=evidence,
+            level=loss,
+            kind="diverges",
+        )
+    rows = now.recent(CRITIC, CRITIC_ROWS)
+    if len(rows) < CRITIC_ROWS or (mean := statistics.fmean(rows)) > 0:
+        return None
+    return now.alert(
+        "NUM07",
+        f"the critic explains nothing of the returns: the explained variance is {mean:.3g} over {len(rows)} rollouts, "
+        "and 0 is that of a constant",
+        evidence=evidence | {"mean": mean},
+        level=-mean,
+        kind="nothing",
+    )
+
+
+def value_warm_up(now: StepContext) -> Alert | None:
+    """NUM08: the first update of the policy with a critic that is worse than a constant."""
+    algo, explained = now.facts.config.algo, now.row.get(CRITIC)
+    if explained is None or explained >= SHORT_WARM_UP or now.step != algo.num_critic_only_steps + 1:
+        return None
+    return now.alert(
+        "NUM08",
+        f"the policy is trained for the first time, with a critic whose explained variance is {explained:.3g}",
+        evidence={"explained_variance": explained, "num_critic_only_steps": algo.num_critic_only_steps},
+        severity="info" if algo.num_critic_only_steps else "warning",
+    )
+
+
 MONITORS = (
     StepMonitor("TPL03", unlikely_responses),
     StepMonitor("NUM01", reference_kl, again=10),
     StepMonitor("NUM02", engine_mismatch, again=3),
     StepMonitor("NUM03", gradient, again=10),
     StepMonitor("NUM05", expert_routing, again=2),
+    StepMonitor("NUM07", critic, again=10),
+    StepMonitor("NUM08", value_warm_up),
     StepMonitor("ASYNC01", policy_drift, again=2),
 )

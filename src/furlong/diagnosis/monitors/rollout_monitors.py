@@ -295,6 +295,8 @@ def without_effect(now: StepContext) -> Alert | None:
     rows = [*now.history, now.row][-STILL_ROWS:]
     if len(rows) < STILL_ROWS or not any(_differs(row, config) for row in rows):
         return None
+    if now.step - STILL_ROWS < config.algo.num_critic_only_steps:  # the policy was not trained in all of them
+        return None
     updates = now.events.get("weights_compared", ())[-STILL_ROWS:]
     has_no_gradient = all(row.get("train/grad_norm") == 0 and _differs(row, config) for row in rows)
     if not has_no_gradient and (len(updates) < STILL_ROWS or any(each.get("changed") for each in updates)):
