@@ -23,6 +23,7 @@ class LoopbackHub:
     url: str = ""
     repositories: dict[str, dict[str, Path]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
+    gated: set[str] = field(default_factory=set)
 
     def add(self, kind: str, name: str, folder: Path, revision: str = "main") -> str:
         """Serve a folder as a revision; returns its commit, by which it is served, too."""
@@ -47,6 +48,8 @@ class LoopbackHub:
             return 404, {"X-Error-Code": "RevisionNotFound"}, b""
         folder = revisions[revision]
         commit = next(key for key, each in revisions.items() if each == folder and len(key) == 40)
+        if not is_api and f"{kind}/{name}" in self.gated:
+            return 403, {"X-Error-Code": "GatedRepo"}, b""
         if is_api:
             value = self._listing(rest, folder, body)
             if value is None:

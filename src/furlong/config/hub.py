@@ -182,33 +182,30 @@ def _reason(error: Exception) -> str:
     from huggingface_hub import constants, errors
 
     endpoint = constants.ENDPOINT
-    match error:
-        case errors.GatedRepoError():
-            return f"access is restricted; accept its conditions on {endpoint}, and set HF_TOKEN or run `hf auth login`"
-        case errors.RevisionNotFoundError():
-            return "the Hub has no such revision; check the part after @"
-        case _ if isinstance(error, errors.RepositoryNotFoundError) or type(error).__name__ == "DatasetNotFoundError":
-            private = "or set HF_TOKEN or run `hf auth login` for a private one"
-            return f"neither a local path nor public on {endpoint}; check the name, {private}"
-        case _:
-            text = " ".join(str(error).split())[:300]
-            where = f"cannot be read from {endpoint} ({type(error).__name__}: {text})"
-            return f"{where}; check the name, HF_ENDPOINT and HF_TOKEN"
+    if isinstance(error, errors.GatedRepoError):
+        return f"access is restricted; accept its conditions on {endpoint}, and set HF_TOKEN or run `hf auth login`"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the Hub has no such revision; check the part after @"
+    if isinstance(error, errors.RepositoryNotFoundError) or type(error).__name__ == "DatasetNotFoundError":
+        private = "or set HF_TOKEN or run `hf auth login` for a private one"
+        return f"neither a local path nor public on {endpoint}; check the name, {private}"
+    text = " ".join(str(error).split())[:300]
+    where = f"cannot be read from {endpoint} ({type(error).__name__}: {text})"
+    return f"{where}; check the name, HF_ENDPOINT and HF_TOKEN"
 
 
 def _not_cached(name: HubName, error: Exception | None) -> ConfigError:
     from huggingface_hub import constants
 
-    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
-    kind = "" if name.kind == "model" else "--repo-type dataset "
-    revision = "" if name.revision == "main" else f" --revision {name.revision}"
+    is_offline, fix = bool(constants.HF_HUB_OFFLINE), "start the command"
+    if name.kind == "model":
+        fix = f"run `hf download {name.id}{'' if name.revision == 'main' else f' --revision {name.revision}'}`"
     wrong = ConfigError(
-        f"no such local path, {why}, and the cache {constants.HF_HOME} has no complete copy; "
-        + ("unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "check the network and HF_ENDPOINT")
-        + (f", or run `hf download {kind}{name.id}{revision}` where there is a network and use that HF_HOME here"
-           if name.kind == "model" else
-           ", or start the command where there is a network and use that HF_HOME here")
-    )  # fmt: skip
+        f"no such local path, {'HF_HUB_OFFLINE is set' if is_offline else f'{constants.ENDPOINT} cannot be reached'}, "
+        f"and the cache {constants.HF_HOME} has no complete copy; "
+        f"{'unset HF_HUB_OFFLINE' if is_offline else 'check the network and HF_ENDPOINT'}, or {fix} where there is a "
+        "network and use that HF_HOME here"
+    )
     wrong.__cause__ = error
     return wrong
 
@@ -248,13 +245,11 @@ def _model_folder(name: HubName, revision: str, weights: bool) -> Path:
         if _is_unreachable(error):
             raise _not_cached(name, error) from error
         raise
-    if _is_complete(folder, weights):
-        return folder
     if not (folder / "config.json").is_file():
-        raise ConfigError("has no config.json, so it is not a model of transformers; choose another one")
-    if not weights or any(folder.glob(_WEIGHTS)):
-        raise _not_cached(name, None)
-    raise ConfigError("has no weights in safetensors, the only format that is downloaded; choose a conversion of it")
+        raise ConfigError("it has no config.json, so it is not a model of transformers; choose another one")
+    if weights and not any(folder.glob(_WEIGHTS)):
+        raise ConfigError("it has no weights in safetensors, the only format that is downloaded; choose a conversion")
+    return folder
 
 
 def _is_complete(folder: Path, weights: bool) -> bool:

@@ -177,7 +177,7 @@ def load_reward(path: str, *, group: bool = False) -> CustomReward:
     return custom_reward(function, name=path, group=group)
 
 
-SUM = "total"  # key of the value to train on, in the rewards of a `RewardSum`
+PARTS = "rewards"  # key of a sample's metadata, as of rubrics (`environments.protocol`)
 
 
 class _Sum:
@@ -189,23 +189,26 @@ class _Sum:
     def _loaded(self) -> dict[str, CustomReward]:
         return {name: custom_reward(each, name=name, group=False) for name, each in self.functions.items()}
 
-    def _sums(self, outcomes: Mapping[str, Sequence[Outcome]], num_samples: int) -> list[Outcome]:
+    def _sums(self, outcomes: Mapping[str, Sequence[Outcome]], samples: Sequence[Sample]) -> list[Outcome]:
         sums: list[Outcome] = []
-        for i in range(num_samples):
-            parts = {name: each[i] for name, each in outcomes.items()}
-            problem = next((part for part in parts.values() if part.kind != "scored"), None)
-            values = {name: part.reward for name, part in parts.items()}
-            if problem is None and (wrong := [name for name, value in values.items() if isinstance(value, dict)]):
-                problem = Outcome.failed(f"{wrong[0]} returned a dict; return a number from each of several functions")
-            if problem is None:
-                total = sum(value for value in values.values() if isinstance(value, float))
-                problem = Outcome.scored({**values, SUM: total})
-            sums.append(problem)
+        for i, sample in enumerate(samples):
+            values: dict[str, float] = {}
+            problem: Outcome | None = None
+            for name, outcome in ((name, each[i]) for name, each in outcomes.items()):
+                if outcome.kind != "scored":
+                    problem = problem or outcome
+                elif isinstance(outcome.reward, float):
+                    values[name] = outcome.reward
+                else:
+                    reason = f"{name} returned a dict; return a number from each of several functions"
+                    problem = problem or Outcome.failed(reason)
+            sample.metadata[PARTS] = values
+            sums.append(problem or Outcome.scored(sum(values.values())))
         return sums
 
 
 class RewardSum(_Sum):
-    """The sum of several reward functions: a dict with the value of each by name, and `SUM`. Scores a group at a time.
+    """The sum of several reward functions, whose values are recorded in the metadata. Scores a group at a time.
 
     A sample that one of them fails to score is not scored.
     """
@@ -216,7 +219,7 @@ class RewardSum(_Sum):
         for name, function in self._loaded().items():
             groups = [samples] if function.is_of_group else [[sample] for sample in samples]
             outcomes[name] = [outcome for group in groups for outcome in function.score(args, group)]
-        return self._sums(outcomes, len(samples))
+        return self._sums(outcomes, samples)
 
 
 class AsyncRewardSum(_Sum):
@@ -232,4 +235,4 @@ class AsyncRewardSum(_Sum):
             else:
                 scored = [function.score(args, group) for group in groups]
             outcomes[name] = [outcome for group in scored for outcome in group]
-        return self._sums(outcomes, len(samples))
+        return self._sums(outcomes, samples)

@@ -15,7 +15,7 @@ from furlong.core.text import shortened
 from furlong.core.user_functions import use_objects
 from furlong.core.user_objects import PREFIX, import_path, name_of, packed
 from furlong.errors import ConfigError
-from furlong.rewards.custom_reward import SUM, AsyncRewardSum, RewardSum, custom_reward
+from furlong.rewards.custom_reward import AsyncRewardSum, RewardSum, custom_reward
 
 if TYPE_CHECKING:
     from furlong.config.hooks import RewardFunction
@@ -126,7 +126,6 @@ def _set_reward(call: Call, reward: Rewards) -> None:
             )
         is_async = any(custom_reward(each, name=name, group=False).is_async for name, each in functions.items())
         call.set("custom_rm_path", call.path_of((AsyncRewardSum if is_async else RewardSum)(functions)), "reward")
-        call.preset["reward_key"] = SUM
     elif callable(reward):
         call.set("custom_rm_path", call.path_of(reward), "reward")
     else:

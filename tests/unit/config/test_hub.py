@@ -112,7 +112,7 @@ def test_a_revision_and_a_model_without_weights(hub, repository, tmp_path):
         (other / name).write_text('{"other": 1}')
     tagged = hub.add("models", "o/m", other, "v2")
     assert Path(resolve_model("--hf-checkpoint", "o/m@v2", weights=False)).name == tagged
-    with pytest.raises(ConfigError, match=r"o/m@v2: has no weights in safetensors.*; choose"):
+    with pytest.raises(ConfigError, match=r"o/m@v2: it has no weights in safetensors.*; choose"):
         resolve_model("--hf-checkpoint", "o/m@v2")
 
 
@@ -168,6 +168,9 @@ def test_what_is_not_there_is_one_error_with_a_remedy(hub, repository, monkeypat
 
     assert "neither a local path nor public" in message("o/other")
     assert "no such revision" in message("o/m@v7")
+    hub.gated.add("models/o/m")
+    assert "access is restricted; accept its conditions" in message("o/m")
+    hub.gated.clear()
     offline(monkeypatch)
     assert "HF_HUB_OFFLINE is set" in (problem := message("o/m"))
     assert "run `hf download o/m`" in problem

@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
+from furlong.core.metric import mean
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.rewards.custom_reward import AsyncRewardSum, RewardSum, custom_reward
+from furlong.rollout.metrics import part_metrics
 
 SAMPLE = Sample(prompt="1+2=", response="3", label="3", metadata={"carry": False, "data_source": "sums"})
 
@@ -64,11 +66,12 @@ def test_several_functions_are_summed_and_their_values_kept():
         return 0.5
 
     total = custom_reward(RewardSum({"right": right, "short": short}), name="sum", group=False)
-    assert total.score(None, [SAMPLE]) == [Outcome.scored({"right": 1.0, "short": -0.1, "total": 0.9})]
+    sample = Sample(response="3", label="3")
+    assert total.score(None, [sample]) == [Outcome.scored(0.9)]
+    assert part_metrics([sample]) == {"reward/right": mean(1.0, 1), "reward/short": mean(-0.1, 1)}
     both = custom_reward(AsyncRewardSum({"right": right, "judged": judged}), name="sum", group=False)
     assert both.is_async
-    scored = asyncio.run(both.score_async(None, [SAMPLE, SAMPLE], 10.0))
-    assert scored == [Outcome.scored({"right": 1.0, "judged": 0.5, "total": 1.5})] * 2
+    assert asyncio.run(both.score_async(None, [sample, sample], 10.0)) == [Outcome.scored(1.5)] * 2
 
 
 def test_a_sample_that_one_of_several_functions_fails_to_score_is_not_scored():

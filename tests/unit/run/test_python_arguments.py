@@ -60,7 +60,6 @@ def test_objects_stand_where_flags_have_paths(model):
         dynamic_sampling_filter_path=lambda args, samples: True,
         rollout_sample_hook_path=[lambda args, sample: None],
     )
-    assert config.reward.reward_key == "total"
     assert [*load_function(str(config.reward.custom_rm_path)).functions] == ["right", "lambda"]
     names, paths = (config.eval.eval_prompt_data or ())[::2], (config.eval.eval_prompt_data or ())[1::2]
     assert names == ("easy", "hard")
