@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 import furlong
+from furlong.environments import Step
 from furlong.errors import DataError
 from runs import (
     FORKED,
@@ -108,6 +108,34 @@ def test_a_notebook_trains_on_objects_and_keeps_the_model(model, tmp_path):
     assert [row["step"] for row in seen] == [1, 2]  # the callback has ended it
     assert seen[0]["rollout/raw_reward"] == run.rows[0]["rollout/raw_reward"] > 0
     assert seen[0]["rollout/reward_failed"] == 0
+    assert (run.model_path / "config.json").is_file()
+
+
+def test_a_class_of_a_notebook_is_an_environment_in_worker_processes(model, tmp_path):
+    word = "ab"
+
+    class Echo:
+        def reset(self, task, seed):
+            return word
+
+        def step(self, message):
+            return Step(reward=float(len(message["content"])), done=True)
+
+    run = furlong.train(
+        model=model,
+        prompt_data="episodes:8",
+        environment=Echo,
+        env_workers=["process", "1"],
+        rollout_batch_size=4,
+        n_samples_per_prompt=2,
+        num_rollout=1,
+        rollout_max_response_len=8,
+        num_threads=1,
+        use_tensorboard=False,
+        output_dir=tmp_path / "run",
+    )
+    assert run.rows[0]["env/Echo/episodes"] == 8
+    assert run.rows[0]["rollout/raw_reward"] > 0
 
 
 def test_a_callback_that_raises_ends_the_run(make):
@@ -188,8 +216,7 @@ def test_a_signal_ends_a_run_under_a_running_loop(make, tmp_path, number, error,
 
 def test_the_example_trains(tmp_path):
     text = EXAMPLE.read_text()
-    for flag, value in {"num_rollout": 1, "n_samples_per_prompt": 2}.items():
-        text = re.sub(rf"\b{flag}=\d+", f"{flag}={value}", text)
+    text = text.replace("num_rollout=40", "num_rollout=1, n_samples_per_prompt=2")
     (tmp_path / "python_api.py").write_text(text)
     done = subprocess.run(
         [sys.executable, "python_api.py"], cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False

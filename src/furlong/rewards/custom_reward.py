@@ -87,10 +87,12 @@ class CustomReward:
         """Return the arguments of a "named" function. Raises RewardError for a parameter that has no value."""
         columns = {**sample.metadata, "prompt": sample.prompt, "response": sample.response, "label": sample.label}
         columns |= {"metadata": sample.metadata, "sample": sample}
-        values = columns | {
-            "solution_str": sample.response,  # verl's names
+        # verl's names; its rows may have a column of that name
+        values = {
+            "solution_str": sample.response,
             "ground_truth": sample.label,
             "extra_info": sample.metadata,
+            **columns,
         }
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
@@ -107,7 +109,7 @@ class CustomReward:
                 value = sample.metadata  # the third parameter of a verifier, whatever its name
             else:
                 raise RewardError(
-                    f"the reward function {self.name} has the parameter {name}, which is none of {', '.join(values)}; "
+                    f"the reward function {self.name} has the parameter {name}, which is none of {', '.join(columns)}; "
                     "name a column of the row's metadata, or give the parameter a default"
                 )
             if parameter.kind in _POSITIONAL:

@@ -49,6 +49,11 @@ def test_a_function_is_called_with_what_its_parameters_name(function):
     assert score(function) == Outcome.scored(1.0)
 
 
+def test_a_column_of_verls_rows_is_its_extra_info():
+    sample = Sample(response="3", label="3", metadata={"extra_info": {"index": 7}})
+    assert score(lambda solution_str, ground_truth, extra_info: extra_info["index"], sample) == Outcome.scored(7.0)
+
+
 def test_a_parameter_without_a_value_fails_the_sample_and_is_named():
     outcome = score(lambda response, answer: 1.0)
     assert outcome.kind == "failed"
