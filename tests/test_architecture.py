@@ -88,7 +88,7 @@ BUDGET = {
     "quantization": 1260,
     "quickstart": 350,
     "reproduce": 590,
-    "rewards": 1730,
+    "rewards": 1740,
     "rollout": 4430,
     "run": 1470,
     "sandboxes": 1430,

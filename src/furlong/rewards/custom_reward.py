@@ -37,6 +37,10 @@ class CustomReward:
         """Whether one call scores all samples of a group; otherwise it scores one."""
         return self.style in ("batch", "trl")
 
+    def calls(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
+        """Return the samples of each call that scores these samples of a group."""
+        return [samples] if self.is_of_group else [[sample] for sample in samples]
+
     def score(self, args: Any, samples: Sequence[Sample]) -> list[Outcome]:
         """Call a function that is not async. Returns one outcome per sample; an exception fails all of them."""
         try:
@@ -217,10 +221,10 @@ class RewardSum(_Sum):
 
     def __call__(self, args: Any, samples: Sequence[Sample]) -> list[Outcome]:
         """Score the samples of a group with functions that are not async."""
-        outcomes: dict[str, list[Outcome]] = {}
-        for name, function in self._loaded().items():
-            groups = [samples] if function.is_of_group else [[sample] for sample in samples]
-            outcomes[name] = [outcome for group in groups for outcome in function.score(args, group)]
+        outcomes = {
+            name: [outcome for call in each.calls(samples) for outcome in each.score(args, call)]
+            for name, each in self._loaded().items()
+        }
         return self._sums(outcomes, samples)
 
 
@@ -231,10 +235,10 @@ class AsyncRewardSum(_Sum):
         """Score the samples of a group; calls of async functions run concurrently."""
         outcomes: dict[str, list[Outcome]] = {}
         for name, function in self._loaded().items():
-            groups = [samples] if function.is_of_group else [[sample] for sample in samples]
+            calls = function.calls(samples)
             if function.is_async:
-                scored = await asyncio.gather(*(function.score_async(args, group, None) for group in groups))
+                scored = await asyncio.gather(*(function.score_async(args, call, None) for call in calls))
             else:
-                scored = [function.score(args, group) for group in groups]
-            outcomes[name] = [outcome for group in scored for outcome in group]
+                scored = [function.score(args, call) for call in calls]
+            outcomes[name] = [outcome for call in scored for outcome in call]
         return self._sums(outcomes, samples)

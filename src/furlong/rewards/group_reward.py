@@ -134,8 +134,7 @@ class GroupReward:
         if path not in self._functions:
             self._functions[path] = load_reward(path, group=self._group_rm)
         function = self._functions[path]
-        calls = [samples] if function.is_of_group else [[sample] for sample in samples]
-        answers = await asyncio.gather(*(self._call_here(function, call) for call in calls))
+        answers = await asyncio.gather(*(self._call_here(function, call) for call in function.calls(samples)))
         return [outcome for answer in answers for outcome in answer]
 
     async def _call_here(self, function: CustomReward, samples: Sequence[Sample]) -> list[Outcome]:

@@ -225,7 +225,7 @@ class TrainFlags(TypedDict, total=False):
     deepseek, gpt-oss, or FILE:fn, a function from (text, tools) to a ParsedReply."""
     session_client_sampling: bool
     """Let clients set temperature, top_p, top_k and min_p. By default those of the run apply."""
-    advantage_estimator: Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "dr_grpo", "dapo"]
+    advantage_estimator: Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "rloo", "dr_grpo", "dapo"]
     """Algorithm: how advantages and the policy loss are computed."""
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"]
     """Loss to minimize: the algorithm's policy loss, next-token cross-entropy on the labels, or a function of yours."""
@@ -244,7 +244,32 @@ class TrainFlags(TypedDict, total=False):
     normalize_advantages: bool
     """Whiten advantages over all trained tokens of the batch."""
     gamma: float
-    """Discount per token of the REINFORCE++ return."""
+    """Discount per token of PPO's and REINFORCE++'s returns."""
+    lambd: float
+    """Lambda of the generalized advantage estimate: 1 is the return minus the critic's value, with the least bias; 0
+    the error of the value one token ahead, with the least variance."""
+    value_clip: float
+    """Clipping bound of the critic: how far a value may move in a rollout before its loss stops to fall."""
+    num_critic_only_steps: int
+    """Rollouts at the start of the run that train only the critic. With at least --num-rollout the policy is never
+    trained."""
+    critic_lr: float | None
+    """Learning rate of the critic. Default: --lr."""
+    critic_lr_warmup_iters: int
+    """Optimizer steps over which the critic's learning rate rises."""
+    critic_load: str | Path | None
+    """Initial weights of the critic: a Hugging Face folder, of a language model or of a value model, or a checkpoint
+    directory. Default: those of the policy, with a new head."""
+    critic_save: str | Path | None
+    """Directory for the critic as a Hugging Face model (AutoModelForTokenClassification) at every checkpoint;
+    `{rollout_id}` is replaced. Checkpoints of --save contain the critic in any case."""
+    critic_num_nodes: int | None
+    """Accepted for Miles compatibility; no effect (the critic shares the policy's GPUs)."""
+    critic_num_gpus_per_node: int | None
+    """Accepted for Miles compatibility; no effect (the critic shares the policy's GPUs)."""
+    megatron_config_path: str | Path | None
+    """YAML file with optimizer flags, `load` and `save` of the roles actor and critic, which override the command line,
+    as in slime."""
     eps_clip: float
     """Lower clipping bound: the probability ratio is clipped below at 1 minus this value."""
     eps_clip_high: float | None
@@ -632,10 +657,15 @@ class TrainFlags(TypedDict, total=False):
     """Learning rate."""
     min_lr: float
     """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"]
-    """Shape of the learning-rate decay after the warm-up."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    """Shape of the learning-rate decay after the warm-up. Default: constant; linear in train.py and train_async.py, as
+    in slime."""
     lr_decay_iters: int | None
     """Optimizer steps until --min-lr is reached. Default: all steps of the run."""
+    lr_wsd_decay_iters: int | None
+    """Length of the decay at the end, in optimizer steps, with --lr-decay-style WSD."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"]
+    """Shape of the decay at the end, with --lr-decay-style WSD."""
     lr_warmup_iters: int
     """Optimizer steps over which the learning rate rises to --lr."""
     lr_warmup_fraction: float | None
@@ -811,7 +841,8 @@ class TrainFlags(TypedDict, total=False):
     offload: bool
     """Same as --offload-train together with --offload-rollout."""
     offload_train: bool | None
-    """Move the trainer's state to host memory while the engines generate. Default: on with --colocate."""
+    """Move the trainer's state to host memory while the engines generate, and of policy and critic the one that is not
+    in use. Default: on with --colocate and with a critic."""
     offload_rollout: bool | None
     """Release the engines' GPU memory during training. Default: on with --colocate."""
     num_threads: int | None

@@ -221,7 +221,7 @@ def test_a_config_view_is_sent_as_its_values(sandbox):
 
 def test_an_unusable_function_is_an_error_with_its_path(sandbox):
     cases = [
-        ("no_such", "has no no_such"), ("nothing", r"must take \(args, sample"), ("FUNCTIONS.x", "has no FUNCTIONS"),
+        ("no_such", "has no no_such"), ("nothing", r"must take \(response"), ("FUNCTIONS.x", "has no FUNCTIONS"),
     ]  # fmt: skip
     for name, reason in cases:
         with pytest.raises(RewardError, match=f"my_rewards.py:{name}.*{reason}"):
