@@ -41,7 +41,7 @@ class Phase:
             parts = [f"{self.name} {done:,}/{total} {self.unit}"]
         if self.tokens:
             parts.append(f"{self.tokens / max(seconds, 1e-3):,.0f} tok/s")
-        if seconds >= 1 and not self.tokens:
+        elif seconds >= 1 and len(parts[0]) == len(self.name):
             parts.append(f"{seconds:.0f} s" + (f" ({self.last_s:.0f} s last time)" if self.last_s >= 1 else ""))
         return ", ".join(parts)
 

@@ -333,7 +333,7 @@ def _start_of_engines(config: Config) -> Generator[None]:
         last_s = float(known.get(key, 0.0))
     except (OSError, ValueError, TypeError, AttributeError):  # there is none, or it is damaged
         known, last_s = {}, 0.0
-    what = f"starting {config.engines.rollout_num_gpus} GPUs of {config.cluster.engine} engines"
+    what = f"starting the engines ({config.cluster.engine})"
     logger.info("%s%s", what, f"; it took {duration(last_s)} the last time" if last_s else "")
     started = time.monotonic()
     with progress.phase(what, last_s=last_s):

@@ -120,6 +120,11 @@ def show_progress(console: Terminal | None = None, *, every_s: float = 30.0) -> 
 _on_step: list[Callable[[], None]] = []
 
 
+def _draw() -> None:
+    for show in _on_step:
+        show()
+
+
 def _log_progress(done: threading.Event, every_s: float) -> None:
     while not done.wait(every_s):
         left = progress.seconds_left()
@@ -147,6 +152,7 @@ class ConsoleTracker:
         self._lines = 0
         self._titles_at: int | None = None
         progress.start(num_steps)
+        _draw()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Print one step."""
@@ -157,8 +163,7 @@ class ConsoleTracker:
         self._lines += 1
         self._print(format_line(step, metrics))
         progress.step(step)
-        for show in _on_step:
-            show()
+        _draw()
 
     def close(self) -> None:
         """Do nothing: nothing is buffered."""

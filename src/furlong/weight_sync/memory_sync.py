@@ -45,7 +45,7 @@ class MemorySync(WeightSync):
         self._trainer, self._engine = trainer, engine
         self._as_stored, self._verbose = as_stored, verbose
         self._engine_checksums, self._scheme = engine_checksums, scheme
-        self._done_level = logging.INFO
+        self._level = logging.INFO
 
     def _weights(self) -> WeightSource:
         source = self._trainer.weights()
@@ -92,9 +92,9 @@ class MemorySync(WeightSync):
         compare_checksums(checksums, loaded, version=version, source=self._weights())
         seconds = time.perf_counter() - started
         logger.log(
-            self._done_level,
+            self._level,
             "weight_sync done: version %d, %d tensors, %d bytes, %.3f s, every checksum verified",
             version, len(checksums), num_bytes, seconds,
         )  # fmt: skip
-        self._done_level = logging.DEBUG  # events.jsonl has every update
+        self._level = logging.DEBUG  # events.jsonl has every update
         return SyncReport(version, len(checksums), num_bytes, seconds, verify_s, checksums)

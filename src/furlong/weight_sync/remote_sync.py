@@ -93,7 +93,7 @@ class RemoteSync(WeightSync):
         self._verifier = WeightVerifier()
         self._lock = asyncio.Lock()
         self._last_sent: tuple[int, WeightRecord] | None = None
-        self._done_level = logging.INFO
+        self._level = logging.INFO
 
     async def update_weights(self, version: int) -> SyncReport:
         """Send, load and verify the trainer's weights. Raises SyncError naming every engine that failed."""
@@ -180,7 +180,7 @@ class RemoteSync(WeightSync):
         while_serving: bool = False,
     ) -> tuple[SyncReport, WeightRecord]:
         started = time.perf_counter()
-        logger.info("weight_sync start: version %d to %d engines by %s", version, len(servers), self._name)
+        logger.log(self._level, "weight_sync start: version %d to %d engines by %s", version, len(servers), self._name)
         for server in servers:
             server.begin_loading(version)
         try:
@@ -210,11 +210,11 @@ class RemoteSync(WeightSync):
         seconds = time.perf_counter() - started
         wire = "" if sent.wire_bytes is None else f" ({sent.wire_bytes} sent)"
         logger.log(
-            self._done_level,
+            self._level,
             "weight_sync done: version %d, %d tensors, %d bytes%s, %.3f s, %s",
             version, sent.num_tensors, sent.num_bytes, wire, seconds, compared,
         )  # fmt: skip
-        self._done_level = logging.DEBUG  # events.jsonl has every update
+        self._level = logging.DEBUG  # events.jsonl has every update
         checksums = {} if while_serving else sent.checksums
         report = SyncReport(version, sent.num_tensors, sent.num_bytes, seconds, verify_s, checksums, sent.wire_bytes)
         return report, sent
