@@ -158,9 +158,13 @@ def _python_commands(script: Path, root: Path, scratch: Path) -> list[TrainingCo
 
 
 # Writes the words of a training command into the file that is its first argument, and runs the launcher, the second.
+# The module that waits for servers is replaced: it imports torch, which takes five seconds.
 _RECORDER = """
 import runpy, shlex, sys, types
 from pathlib import Path
+servers = types.ModuleType("miles.utils.http_utils")
+servers.wait_for_server_ready = lambda *words, **options: None
+sys.modules[servers.__name__] = servers
 import miles.utils.external_utils as package
 
 def run(command, capture_output=False, **options):

@@ -102,7 +102,7 @@ def test_log_probs_of_structured_output_are_those_of_the_policy_without_the_sche
     generate = "faulty_hooks.generate_within_a_schema"
     trained = run(model, tmp_path, max_gap=MAX_GAP, rollout_num_gpus=1, custom_generate_function_path=generate, **FLAGS)
     samples = [sample for rollout in trained.rollouts for sample in rollout]
-    assert {sample.response.removesuffix("<eos>") for sample in samples} <= {"12", "345", "678"}
+    assert {sample.response.removesuffix("<|im_end|>") for sample in samples} <= {"12", "345", "678"}
     assert {len(set(sample.token_versions)) for sample in samples} == {1}
 
 

@@ -60,8 +60,8 @@ class _PatchingLoader(Loader):
         if module.__name__ == GRAMMAR:
             import xgrammar
 
-            def constrain(_: Any, logits: torch.Tensor, mask: torch.Tensor) -> None:
-                xgrammar.apply_token_bitmask_inplace(logits, mask)
+            def constrain(_: Any, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+                xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
 
             module.XGrammarGrammar.apply_vocab_mask = constrain
             return
