@@ -99,7 +99,14 @@ def _located(folder: Path, flags: Mapping[str, Any], template: str) -> Path:
     output_dir = str(flags.get("output_dir") or "")
     if output_dir and Path(template).is_relative_to(output_dir):
         return folder / Path(template).relative_to(output_dir)
-    return Path(template)
+    return start_folder(folder, flags) / template
+
+
+def start_folder(folder: Path, flags: Mapping[str, Any]) -> Path:
+    """Return the folder that the run's relative paths are relative to: what is above --output-dir, else the current."""
+    below = Path(str(flags.get("output_dir") or "")).parts
+    above = folder.resolve()
+    return Path(*above.parts[: -len(below)]) if below and above.parts[-len(below) :] == below else Path()
 
 
 class SampleIndex:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from furlong.core.sample import Group, Sample
 from furlong.errors import CheckpointError, DataError
 from furlong.files.batch_file import load_batch
 from furlong.files.sample_file import SampleDump, load_samples
-from furlong.view.sample_index import MESSAGES, SampleFile, batch_file, mask_of, reward_number
+from furlong.view.sample_index import MESSAGES, SampleFile, batch_file, mask_of, reward_number, start_folder
 from furlong.view.turns import prompt_turns, response_turns, text_of, turns_of_messages
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -35,14 +35,14 @@ class Decoder(Protocol):
         ...
 
 
-def load_decoder(flags: dict[str, Any]) -> Decoder | None:
+def load_decoder(folder: Path, flags: Mapping[str, Any]) -> Decoder | None:
     """Return the tokenizer of a run's model; None if there is no `tokenizer.json`, for example on another machine.
 
     `transformers` is not imported, which takes seconds.
     """
-    folder = flags.get("hf_checkpoint")
-    path = Path(str(folder)) / TOKENIZER_FILE
-    if not folder or not path.is_file():
+    model = flags.get("hf_checkpoint")
+    path = start_folder(folder, flags) / str(model) / TOKENIZER_FILE
+    if not model or not path.is_file():
         return None
     from tokenizers import Tokenizer
 
@@ -134,7 +134,7 @@ class SamplePages:
 
     def _tokens(self, sample: Sample) -> dict[str, Any]:
         if not self._is_loaded:
-            self._decoder, self._is_loaded = load_decoder(self._flags), True
+            self._decoder, self._is_loaded = load_decoder(self._folder, self._flags), True
         ids = sample.tokens[:MAX_TOKENS]
         num_prompt = sample.prompt_length
         return {

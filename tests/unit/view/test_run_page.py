@@ -1,10 +1,13 @@
 import json
 import re
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
+from furlong.core.sample import Group
 from furlong.errors import ConfigError
+from furlong.files.sample_file import save_samples
 from furlong.quickstart.quickstart import model_folder
 from furlong.view.page_app import FILES, STATIC, PageApp
 from furlong.view.page_file import MODULES, page_text, write_page
@@ -12,7 +15,7 @@ from furlong.view.run_pages import RunPages
 from furlong.view.run_reader import RunReader, open_runs
 from furlong.view.sample_page import load_decoder, token_pieces
 from furlong.view.turns import last_user_text, prompt_turns, response_turns
-from recorded_runs import HOSTILE, write_run
+from recorded_runs import HOSTILE, sample_of, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +183,18 @@ def test_a_moved_run_shows_its_samples(run, tmp_path):
     assert pages.samples.page({})["total"] == 16
 
 
+def test_relative_paths_are_those_of_the_folder_in_which_the_run_was_started(tmp_path, monkeypatch):
+    (tmp_path / "model").symlink_to(model_folder())
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("outputs/near"), hf_checkpoint="model", save_debug_rollout_data="dumps/{rollout_id}.safetensors")
+    save_samples("dumps/0.safetensors", 0, [Group(0, [sample_of(0, 0, reward=1.0)])])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    pages = RunPages(RunReader(tmp_path / "outputs" / "near"))
+    pages.samples.update()
+    assert pages.answer("sample", {"file": "0.safetensors", "pos": "0"})["tokens"]["pieces"]
+
+
 def test_groups_show_what_became_of_them(client):
     flow = get(client, "flow/0")
     assert (flow["issued"], flow["trained"], flow["dropped"], flow["problems"]) == (9, 8, {"zero_std": 1}, [])
@@ -226,7 +241,7 @@ def test_the_timeline_has_the_spans_of_a_trace(run):
 
 
 def test_pieces_of_tokens_join_to_the_text():
-    decoder = load_decoder({"hf_checkpoint": str(model_folder())})
+    decoder = load_decoder(Path(), {"hf_checkpoint": str(model_folder())})
     assert decoder is not None
     ids = list(range(3, 12))
     assert "".join(token_pieces(decoder, ids)) == decoder.decode(ids, skip_special_tokens=False)
