@@ -76,6 +76,7 @@ async def generate(args, sample, sampling_params):
         for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/server_info"):
             ANSWERS.add(("engine", path, (await client.post(f"http://127.0.0.1:{port}{path}", json=body)).status_code))
             ANSWERS.add(("run", path, (await client.post(gateway + path, json=body)).status_code))
+    ANSWERS.add(("args", "sglang_api_key", args.sglang_api_key))
     pathlib.Path("ANSWERS").write_text(repr(sorted(ANSWERS)))
     return sample
 """
@@ -89,6 +90,7 @@ def test_engines_have_a_random_key_and_what_functions_post_to_has_none(model, da
     train(flags(model, data, tmp_path / "run", engine="embedded", rollout_num_gpus=1, num_rollout=1, **function))
     answers = eval((tmp_path / "ANSWERS").read_text())
     assert {status for who, _, status in answers if who == "engine"} == {401}
+    assert ("args", "sglang_api_key", None) in answers
     served = {path: status for who, path, status in answers if who == "run"}
     assert served == {"/generate": 200, "/pause_generation": 404, "/update_weights_from_disk": 404, "/server_info": 404}
 

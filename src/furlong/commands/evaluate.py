@@ -123,12 +123,12 @@ def _sets(
     resolved, problems = examine(words, preset=preset)
     config = resolved.config
     data = target if target is not None and not is_environment else config.data.prompt_data
-    if data is None and config.session.environment:
-        data = f"episodes:{options.num_tasks or DEFAULT_TASKS}"
+    named = parse_environments(config.session.environment)
+    if data is None and named:
+        data = named[0].prompt_data or f"episodes:{options.num_tasks or DEFAULT_TASKS}"
     if data is None and not (config.eval.eval_prompt_data or config.eval.eval_config):
         raise ConfigError("there is nothing to evaluate; give a data file, a task or an environment")
     if data is not None:
-        named = parse_environments(config.session.environment)
         name = named[0].name if named else set_name(data)
         resolved, problems = examine([*words, "--eval-prompt-data", name, data], preset=preset)
     ignored = "--hf-checkpoint is missing" if has_endpoint else "\0"
@@ -143,7 +143,7 @@ def _is_data(target: str) -> bool:
 
     file = target.partition("@[")[0]
     is_elsewhere = is_task(target) or hub_name(target, "dataset") is not None
-    return is_elsewhere or os.path.exists(file) or Path(file).suffix in (".jsonl", ".parquet")
+    return is_elsewhere or os.path.exists(file) or Path(file.partition("?")[0]).suffix in (".jsonl", ".parquet")
 
 
 def _endpoint(options: argparse.Namespace) -> EndpointOptions | None:

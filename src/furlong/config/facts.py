@@ -22,10 +22,10 @@ def gets_random_key(config: Config) -> bool:
     """Whether the engines that furlong starts get a random API key.
 
     Functions written for slime send no key to routers. A router adds that of the engines, but not for prefill and
-    decode engines (sglang-router 0.3.2).
+    decode engines (sglang-router 0.3.2). Functions reach those of the trained model through the endpoint of the run.
     """
     is_keyless = is_started(config) and not config.cluster.sglang_api_key
-    return is_keyless and not any(is_split(model.groups) for model in served_models(config))
+    return is_keyless and not any(is_split(model.groups) for model in served_models(config) if not model.is_trained)
 
 
 def is_served(config: Config) -> bool:

@@ -99,7 +99,10 @@ class Hooks:
         ("args", "sample"), ("rollout_id", "evaluation"), several=True, calling="either", drops_keywords=True
     )
     agent_function: Function | None = _hook(
-        (), ("base_url", "api_key", "prompt", "request_kwargs", "metadata"), calling="either", drops_keywords=True
+        (),
+        ("base_url", "api_key", "prompt", "label", "request_kwargs", "metadata"),
+        calling="either",
+        drops_keywords=True,
     )
     environment: tuple[Function, ...] = _hook(
         ("**arguments",), several=True, flag="--environment", methods=("reset", "step")

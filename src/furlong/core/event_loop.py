@@ -34,6 +34,19 @@ async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def finish(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    """Await a coroutine to its end although this call is cancelled, which raises then. Raises TimeoutError."""
+    task, cancelled = asyncio.create_task(asyncio.wait_for(work, timeout_s)), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled from task.exception()
+    return task.result()
+
+
 def call_in_thread(call: Callable[[], Any], *, name: str) -> asyncio.Future[tuple[Any, BaseException | None]]:
     """Run `call` in a new daemon thread; the future is (value, exception). Called on an event loop.
 

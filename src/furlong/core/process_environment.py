@@ -10,6 +10,7 @@ from typing import TextIO
 
 SESSIONS_KEY_VARIABLE = "FURLONG_SESSIONS_KEY"  # that applications send to take sessions
 API_KEY_VARIABLE = "FURLONG_API_KEY"  # passed in the environment: other users can read command lines with `ps`
+KEY = "{KEY}"  # in a command line, for the key in API_KEY_VARIABLE
 
 # Variables of programs whose text a policy may write. Others, such as tokens and keys, are passed by name.
 AGENT_VARIABLES = (

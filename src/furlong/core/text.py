@@ -6,10 +6,12 @@ import difflib
 import os
 import re
 import reprlib
+import secrets
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 
 def abbreviate(values: Sequence[object], count: int = 8, *, separator: str = ", ") -> str:
@@ -38,12 +40,24 @@ _SECRET_PARAMETER = re.compile(
 )
 
 
+_RANDOM_KEY = re.compile(r"\b([sce]k-)[0-9a-f]{48}\b")
+
+
+def random_key(kind: Literal["sk", "ck", "ek"]) -> str:
+    """Return a new key: of a session (sk), of the controller of one (ck), or of engines (ek)."""
+    return f"{kind}-{secrets.token_hex(24)}"
+
+
 def redact_credentials(text: str) -> str:
     """Replace user name and password, and values of secret query parameters, in the URLs of a text by `***`.
+
+    Random keys of sessions, applications and engines are replaced everywhere.
 
     >>> redact_credentials("POST http://me:pass@host/score?api_key=abc&n=2: HTTP 500")
     'POST http://***@host/score?api_key=***&n=2: HTTP 500'
     """
+    if "k-" in text:
+        text = _RANDOM_KEY.sub(r"\1***", text)
     if "@" in text:
         text = _BARE_USER_INFO.sub("***@", _USER_INFO.sub(r"\1***@", text))
     return _SECRET_PARAMETER.sub(r"\1***", text) if "://" in text or ":\\/" in text else text

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from furlong.core.text import redact_credentials
 from furlong.errors import EndedBySignal, FurlongError, HookError, TerminatedError
 
 FRAMES = 3  # frames of a traceback that are shown
@@ -52,7 +53,7 @@ def describe_exception(error: BaseException) -> str:
     if users and not any(f in users for f in shown):
         shown = [*users[-1:], *frames[1 - FRAMES :]]
     where = [f"{f.filename}:{f.lineno} in {f.name}: {_short(f.line or '')}".rstrip(": ") for f in shown]
-    return "\n  ".join([f"{type(error).__name__}: {_short(message_of(error))}", *where])
+    return "\n  ".join([f"{type(error).__name__}: {_short(redact_credentials(message_of(error)))}", *where])
 
 
 def place_of(error: BaseException) -> str:

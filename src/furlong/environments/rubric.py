@@ -79,14 +79,16 @@ class _Part:
     name: str
     weight: float
     is_of_group: bool
+    takes_environment: bool
 
 
 class Rubric:
     """The weighted sum of reward functions, and of the rewards that the environment's steps gave.
 
     Each part is a function, or a pair (function, weight). Its parameter is named `episode`, or `episodes` if it judges
-    a whole group and returns one number for each. It may be async. `metrics` are functions with the weight 0: if one of
-    them fails, the episode is still scored. Values are reported as `reward/NAME`, failures as `reward/NAME_failed`.
+    a whole group and returns one number for each. With the parameters `episode` and `environment` it gets the instance
+    that played the episode, before that is closed. It may be async. `metrics` are functions with the weight 0: if one
+    of them fails, the episode is still scored. Values are reported as `reward/NAME`, failures as `reward/NAME_failed`.
     Raises ConfigError for parts that cannot be called so.
 
     >>> def exact(episode):
@@ -117,6 +119,19 @@ class Rubric:
         """Whether a function compares the episodes of a group."""
         return any(part.is_of_group for part in self._parts)
 
+    @property
+    def in_environment(self) -> dict[str, RewardPart]:
+        """The functions with a parameter `environment` by name; `record` stores their values."""
+        return {part.name: part.function for part in self._parts if part.takes_environment}
+
+    @staticmethod
+    def record(sample: Sample, row: Mapping[str, float | str]) -> None:
+        """Store the values of functions, or why they have none, in the metadata of a sample."""
+        sample.metadata[PARTS] = {name: value for name, value in row.items() if not isinstance(value, str)}
+        sample.metadata.pop(FAILED_PARTS, None)
+        if failed := {name: value for name, value in row.items() if isinstance(value, str)}:
+            sample.metadata[FAILED_PARTS] = failed
+
     async def __call__(self, args: Any, sample: Sample) -> float | Outcome:
         """Return the reward of one sample, or an outcome that names the functions that failed."""
         return (await self.of_group(args, [sample]))[0]
@@ -128,27 +143,23 @@ class Rubric:
         columns = await asyncio.gather(*(_column(part, episodes) for part in self._parts))
         return [self._total(sample, [column[i] for column in columns]) for i, sample in enumerate(samples)]
 
-    def _total(self, sample: Sample, row: Sequence[float | str]) -> float | Outcome:
-        values: dict[str, float] = {}
-        failed: dict[str, str] = {}
-        for part, value in zip(self._parts, row, strict=True):
-            if isinstance(value, str):
-                failed[part.name] = value
-            else:
-                values[part.name] = value
-        sample.metadata[PARTS] = values
-        if failed:
-            sample.metadata[FAILED_PARTS] = failed
+    def _total(self, sample: Sample, values: Sequence[float | str]) -> float | Outcome:
+        row = {part.name: value for part, value in zip(self._parts, values, strict=True)}
+        self.record(sample, row)
         weights = self.weights
+        failed = sample.metadata.get(FAILED_PARTS, {})
         if decisive := [name for name in failed if weights[name]]:
             return Outcome.failed("; ".join(f"the rubric's {name} {failed[name]}" for name in decisive))
         steps = sample.metadata.get(STEP_REWARDS) or ()
-        return math.fsum((*steps, *(weights[name] * value for name, value in values.items())))
+        return math.fsum((*steps, *(weights[name] * value for name, value in sample.metadata[PARTS].items())))
 
 
 def _part(function: Any, weight: Any) -> _Part:
     name = getattr(function, "__name__", type(function).__name__)
-    form = "write def NAME(episode) or def NAME(episodes), and (NAME, weight) for another weight than 1"
+    form = (
+        "write def NAME(episode), def NAME(episode, environment) or def NAME(episodes), and (NAME, weight) for another "
+        "weight than 1"
+    )
     if not callable(function):
         raise ConfigError(f"a rubric has {function!r} as a function; {form}")
     if not name.isidentifier():
@@ -157,24 +168,35 @@ def _part(function: Any, weight: Any) -> _Part:
         raise ConfigError(f"the rubric's {name} has the weight {weight!r}; give a finite number: {form}")
     parameters = inspect.signature(function).parameters.values()
     required = [each.name for each in parameters if each.default is each.empty]
-    if len(required) != 1 or required[0] not in ("episode", "episodes"):
+    if required not in (["episode"], ["episodes"], ["episode", "environment"]):
         raise ConfigError(f"the rubric's {name} has the parameters ({', '.join(required)}); {form}")
-    return _Part(function, name, float(weight), required[0] == "episodes")
+    return _Part(function, name, float(weight), required == ["episodes"], len(required) == 2)
 
 
 async def _column(part: _Part, episodes: Sequence[Episode]) -> list[float | str]:
     """Return the part's value for each episode, or why it has none."""
+    if part.takes_environment:
+        return [_recorded(part, episode.metadata) for episode in episodes]
     if part.is_of_group:
         value, failure = await _called(part, list(episodes))
         if failure:
             return [failure] * len(episodes)
+        value = value.tolist() if hasattr(value, "tolist") else value
         if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != len(episodes):
             return [f"returned {value!r:.80}; return one number for each of the {len(episodes)} episodes"] * len(
                 episodes
             )
-        return [_number(each) for each in value]
+        return [number_of(each) for each in value]
     answers = await asyncio.gather(*(_called(part, episode) for episode in episodes))
-    return [failure or _number(value) for value, failure in answers]
+    return [failure or number_of(value) for value, failure in answers]
+
+
+def _recorded(part: _Part, metadata: Mapping[str, Any]) -> float | str:
+    """Return what a function with a parameter `environment` returned at the end of the episode."""
+    for key in (PARTS, FAILED_PARTS):
+        if part.name in (metadata.get(key) or {}):
+            return metadata[key][part.name]
+    return "needs the environment of the episode, which was not played here"
 
 
 async def _called(part: _Part, argument: Any) -> tuple[Any, str]:
@@ -186,10 +208,12 @@ async def _called(part: _Part, argument: Any) -> tuple[Any, str]:
         if not is_raised_by_user(error):
             raise
         return None, f"raised {describe_exception(error)}"
-    return value.tolist() if hasattr(value, "tolist") else value, ""
+    return value, ""
 
 
-def _number(value: Any) -> float | str:
+def number_of(value: Any) -> float | str:
+    """Return what a function returned as a finite number, or why it is none."""
+    value = value.tolist() if hasattr(value, "tolist") else value
     try:
         number = float(value) if isinstance(value, bool | int | float) else math.nan
     except OverflowError:

@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from furlong.core.sample import Sample, changed_fields
 from furlong.core.user_code import is_async
 from furlong.core.user_functions import load_function
 from furlong.core.worker_process import Message, WorkerSide
 from furlong.environments.protocol import Observation, Step, Task
+from furlong.environments.rubric import Episode, number_of
 from furlong.environments.step_batches import (
     WINDOW_S,
     StepBatches,
@@ -74,12 +75,18 @@ class EnvironmentWorker:
         if method == "step" and (step_many := step_many_of(made)) is not None:
             self._begin_step(number, path, made, message["message"], step_many)
             return
-        if (function := getattr(made, method, None)) is None:  # close is optional
-            self._side.answer(number, None)
-            return
+        function = cast("Any", getattr(made, method, None))
         values: list[Any] = []
         form: Callable[[Any], Any] = lambda _: None  # noqa: E731
-        if method == "reset":
+        if method == "judge":
+            rubric: Any = load_function(message["rubric"])
+            function = rubric.in_environment[message["part"]]
+            values = [Episode.of(Sample.from_dict(message["sample"])), made]
+            form = number_of
+        elif function is None:  # close is optional
+            self._side.answer(number, None)
+            return
+        elif method == "reset":
             values = [Task(**message["task"]), message["seed"]]
             form = lambda value: json_from_observation(checked_observation(value, path))  # noqa: E731
         elif method == "step":

@@ -12,7 +12,7 @@ from furlong.core.sample import Sample, Status, scalar_reward
 from furlong.environments.protocol import INFO, PARTS
 from furlong.errors import ConfigError
 from furlong.rollout.episodes import LIMIT
-from furlong.sessions.samples import LEAF, MESSAGES, TURNS
+from furlong.sessions.samples import EPISODE, LEAF, MESSAGES
 
 FORMAT = 1
 Record = dict[str, Any]
@@ -117,7 +117,7 @@ def records_of(
                 "parts": sample.metadata.get(PARTS) or (sample.reward if isinstance(sample.reward, dict) else {}),
                 "outcome": _outcome(sample),
                 "reason": "" if sample.outcome is None else sample.outcome.reason,
-                "turns": sample.metadata.get(TURNS, 1),
+                "turns": (sample.metadata.get(EPISODE) or {}).get("turns", 1),
                 "tokens": tokens.get(index, own),
                 "seconds": round(seconds, 3),
                 "label": sample.label,

@@ -197,9 +197,8 @@ class GroupReward:
             if verifier.slow not in self._verifier_sandboxes:
                 self._verifier_sandboxes[verifier.slow] = Sandbox(verifier.slow, limits=self._limits)
             [outcome] = await self._verifier_sandboxes[verifier.slow].score([stripped])
-            if outcome.kind == "failed" and RAISED.match(
-                outcome.reason
-            ):  # the answer is nothing that sympy can compare
+            # The answer is nothing that sympy can compare, or not in time: it must not be a way to drop the sample.
+            if outcome.kind == "timed_out" or (outcome.kind == "failed" and RAISED.match(outcome.reason)):
                 logger.info(
                     "--rm-type %s gives 0 to an answer that it cannot compare: %s", verifier.name, outcome.reason
                 )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from furlong.core.event_loop import call_in_thread
 from furlong.core.process_environment import agent_environment
-from furlong.core.sample import ROLE, Sample
+from furlong.core.sample import OTHER_CONTEXT, ROLE, ROLE_GROUP, UNSAMPLED, Sample
 from furlong.core.supervised_process import ProcessLimits, ending_of, run_supervised
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user, with_hook_errors
 from furlong.core.user_functions import accepted_keywords, load_function
@@ -38,7 +38,7 @@ from furlong.rollout.environments import (
     record_result,
 )
 from furlong.rollout.episodes import LIMIT, REISSUED, SILENT
-from furlong.sessions.samples import MESSAGES, ROLES
+from furlong.sessions.samples import EPISODE, LEAF, MESSAGES, ROLES, TURNS
 
 if TYPE_CHECKING:  # imports a web server, which most runs do not need
     from furlong.sessions.open_session import OpenSession
@@ -46,8 +46,8 @@ if TYPE_CHECKING:  # imports a web server, which most runs do not need
 
 SHOWN_ERRORS = 2000  # characters of stderr in a message
 MODEL = "default"
-RESERVED = {  # keys of metadata that choose or enter the reward
-    *("reward", "rm_type", MESSAGES, ROLE, ROLES, LIMIT, SILENT, REISSUED),
+RECORDED = {  # keys of metadata that furlong writes
+    *(MESSAGES, TURNS, EPISODE, LEAF, ROLE, ROLES, ROLE_GROUP, LIMIT, SILENT, REISSUED, UNSAMPLED, OTHER_CONTEXT),
     *(AGENT_ERROR, ENVIRONMENT, INFO, PARTS, FAILED_PARTS, STEP_REWARDS),
 }
 REMIND_S = 60.0  # without an application, after which the log says how to open a session
@@ -62,8 +62,12 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     try:
         result = await _run(args, sample, sampling_params)
     except BaseException as error:
-        if isinstance(error, asyncio.CancelledError) and policy().watch.reached is not None:
+        watch = policy().watch
+        if isinstance(error, asyncio.CancelledError) and watch.reached is not None:
             _score_without_result(args, sample)  # it hangs
+        if isinstance(error, asyncio.CancelledError) and watch.is_overdue and policy().session_tree.tree.nodes:
+            late = TimeoutError(f"not finished within {watch.timeout_s:g} s (--generate-timeout)")
+            _record_error(args, sample, late)
         if isinstance(error, InfraError) or not is_raised_by_user(error) or not policy().session_tree.tree.nodes:
             raise
         _record_error(args, sample, error)
@@ -93,6 +97,7 @@ async def _run(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> An
             "base_url": opened.url if sends_key else opened.url_with_key,
             "api_key": opened.key,
             "prompt": sample.prompt,
+            "label": sample.label,
             "request_kwargs": request_kwargs(sampling_params),
             "metadata": sample.metadata,
         }
@@ -148,30 +153,31 @@ def request_kwargs(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record_command_result(args: Any, sample: Sample, result: Any) -> None:
-    """Store what a command printed, which may be text of the policy.
+    """Store what a command printed, which may be text of the policy: nothing that furlong records itself.
 
     With a reward function it can neither set the reward nor change the metadata that the reward is computed from: new
     keys are added, for built-in verifiers nothing.
     """
-    if not has_reward_function(args, sample):
-        record_result(sample, result)
-        return
+    is_scored = has_reward_function(args, sample)
     if not isinstance(result, Mapping):
-        record_result(sample, None if result is None else str(result))
+        record_result(sample, str(result) if is_scored and result is not None else result)
         return
     values = cast("Mapping[str, Any]", result)
-    is_own = bool(args.custom_rm_path or sample.custom_rm_path)
-    refused = tuple(key for key in values if not is_own or key in sample.metadata or key in RESERVED)
-    sample.metadata.update({key: value for key, value in values.items() if key not in refused})
+    refused = RECORDED & values.keys()
+    if is_scored:
+        is_own = bool(args.custom_rm_path or sample.custom_rm_path)
+        refused |= values.keys() & {"reward", "rm_type", *sample.metadata} if is_own else values.keys()
+    record_result(sample, {key: value for key, value in values.items() if key not in refused})
     if refused:
-        _warn_refused(refused)
+        _warn_refused(tuple(sorted(refused)))
 
 
 @functools.cache
 def _warn_refused(names: tuple[str, ...]) -> None:
     logger.warning(
-        "--agent-command printed %s, which is ignored: the run has a reward function, whose input and result an agent "
-        "cannot set; remove the reward function if the command computes the reward, or print other names",
+        "--agent-command printed %s, which is ignored: furlong records it itself, or the run has a reward function, "
+        "whose input and result an agent cannot set; print other names, or remove the reward function if the command "
+        "computes the reward",
         ", ".join(names),
     )
 

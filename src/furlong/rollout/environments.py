@@ -23,10 +23,11 @@ import xxhash
 from furlong.config.environment_specs import EnvironmentSpec, parse_env_workers, parse_environments
 from furlong.core.event_loop import call_in_thread
 from furlong.core.sample import Sample, apply_changes
-from furlong.core.user_code import is_async
+from furlong.core.user_code import describe_exception, is_async, is_raised_by_user
 from furlong.core.user_functions import load_function
 from furlong.core.worker_process import Worker, WorkerEndedError
 from furlong.environments.protocol import ENVIRONMENT, INFO, STEP_REWARDS, Message, Observation, Step, Task
+from furlong.environments.rubric import Episode, Rubric, number_of
 from furlong.environments.step_batches import (
     StepBatches,
     StepMany,
@@ -37,10 +38,12 @@ from furlong.environments.step_batches import (
 from furlong.environments.worker_process import WorkerReply
 from furlong.errors import InfraError, RolloutError
 from furlong.rollout.agent import policy
-from furlong.rollout.episodes import LIMIT, REISSUED
+from furlong.rollout.episodes import LIMIT, REISSUED, EpisodeWatch
+from furlong.rollout.policy import Policy
 
 _WORKER = "furlong.environments.worker_process:EnvironmentWorker"
 RESULT = "agent_result"  # sample metadata: what an agent returned
+IDLE_S = 5.0  # for a method that runs in a thread when its episode ends, before the rubric and `close` are called
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:  # noqa: ARG001  slime's signature
@@ -49,15 +52,18 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     made: Any = load_function(spec.path)
     sample.metadata[ENVIRONMENT] = spec.name
     rubric = getattr(made, "rubric", None)
+    rubric_path = spec.rubric_path + (".of_group" if getattr(rubric, "has_group_parts", False) else "")
     is_scored = has_reward_function(args, sample)
     if rubric is not None and not is_scored:
         is_scored = True
-        sample.custom_rm_path = spec.rubric_path + (".of_group" if getattr(rubric, "has_group_parts", False) else "")
-    async with opened_environment(spec, made, sample, args) as environment:
-        if environment.leads:
-            record_result(sample, await environment.run(sample))
-        else:
-            await _play(environment, sample, seed_of_task(args.rollout_seed, sample.group_index), is_scored=is_scored)
+        sample.custom_rm_path = rubric_path
+    environment = await _open(spec, made, sample, args)
+    if sample.custom_rm_path == rubric_path and (names := list(getattr(rubric, "in_environment", ()))):
+        policy().judge = functools.partial(_judge, environment, spec.rubric_path, names, args.reward_timeout)
+    if environment.leads:
+        record_result(sample, await environment.run(sample))
+    else:
+        await _play(environment, sample, seed_of_task(args.rollout_seed, sample.group_index), is_scored=is_scored)
     return sample
 
 
@@ -114,6 +120,30 @@ async def _play(environment: PlayedEnvironment, sample: Sample, seed: int, *, is
         )
 
 
+async def _judge(
+    environment: PlayedEnvironment, rubric: str, names: Sequence[str], timeout_s: float, samples: Sequence[Sample]
+) -> None:
+    """Call the functions of a rubric that use the environment, one after the other, and record their values.
+
+    Raises InfraError, unless a limit has ended the episode.
+    """
+    for sample in samples:
+        row: dict[str, float | str] = {}
+        for name in names:
+            limit = asyncio.timeout(timeout_s)
+            try:
+                async with limit:
+                    row[name] = await environment.judge(rubric, name, sample)
+            except BaseException as error:
+                is_lost = isinstance(error, InfraError) and environment.watch.reached is None
+                if is_lost or not is_raised_by_user(error):
+                    raise
+                is_late = limit.expired()
+                reason = f"did not return within {timeout_s:g} s (--reward-timeout)"
+                row[name] = reason if is_late else f"raised {describe_exception(error)}"
+        Rubric.record(sample, row)
+
+
 def has_reward_function(args: Any, sample: Sample) -> bool:
     """Return whether a reward function or verifier scores the sample."""
     return bool(args.custom_rm_path or args.rm_type or sample.custom_rm_path or sample.metadata.get("rm_type"))
@@ -135,25 +165,20 @@ def record_result(sample: Sample, result: Any) -> None:
         sample.metadata[RESULT] = result if isinstance(result, str) else repr(result)[:1000]
 
 
-@contextlib.asynccontextmanager
-async def opened_environment(
-    spec: EnvironmentSpec, made: Any, sample: Sample, args: Any
-) -> AsyncGenerator[PlayedEnvironment]:
-    """Make an instance of the class `made` for the episode of `sample`, and close it afterwards."""
+async def _open(spec: EnvironmentSpec, made: Any, sample: Sample, args: Any) -> PlayedEnvironment:
+    """Make an instance of the class `made` for the episode of `sample`; the policy closes it."""
     kind, num_workers = parse_env_workers(args.env_workers)
+    closing = policy().closing
     if kind == "thread":
-        environment = await _ThreadEnvironment.make(spec, made, num_workers)
-        try:
-            yield environment
-        finally:
-            await environment.close()
-        return
-    async with _seat(num_workers, sample, args) as (process, number):
-        environment = await _ProcessEnvironment.make(spec, process, number)
-        try:
-            yield environment
-        finally:
-            await environment.close()
+        environment = _ThreadEnvironment(spec, policy(), num_workers)
+        closing.push_async_callback(environment.close)
+        await environment.make(made)
+        return environment
+    process, number = await closing.enter_async_context(_seat(num_workers, sample, args))
+    environment = _ProcessEnvironment(spec, policy(), process, number)
+    closing.push_async_callback(environment.close)
+    await environment.make()
+    return environment
 
 
 async def call_agent_function(path: str, keywords: Mapping[str, Any], sample: Sample, args: Any) -> Any:
@@ -164,12 +189,12 @@ async def call_agent_function(path: str, keywords: Mapping[str, Any], sample: Sa
         if is_async(function):
             return await function(**keywords)
         call = functools.partial(copy_context().run, function, **keywords)  # it may call `policy()`
-        return await _call_in_thread(call, num_workers, "agent function")
+        return await _call_in_thread(call, num_workers, "agent function", policy().watch)
     async with _seat(num_workers, sample, args) as (process, number):
         call = {"path": path, "instance": number}
-        await _call_worker(process, "load", call)
+        await _call_worker(process, policy(), "load", call)
         done = await _call_worker(
-            process, "agent_function", {**call, "keywords": dict(keywords)}, policy().watch.release
+            process, policy(), "agent_function", {**call, "keywords": dict(keywords)}, policy().watch.release
         )
     if "metadata" in done:
         sample.metadata.clear()
@@ -182,10 +207,10 @@ class ProcessEndedError(InfraError):
 
 
 async def _call_worker(
-    worker: Worker, name: str, fields: Mapping[str, Any], started: Callable[[], object] = lambda: None
+    worker: Worker, asked: Policy, name: str, fields: Mapping[str, Any], started: Callable[[], object] = lambda: None
 ) -> Any:
     try:
-        return await worker.call(name, fields, started=started, asked=functools.partial(_asked, policy()))
+        return await worker.call(name, fields, started=started, asked=functools.partial(_asked, asked))
     except WorkerEndedError as error:
         where = f"in {name}" if error.has_started else f"before {name}"
         raise ProcessEndedError(f"the process of the environment ended {where} ({error})") from None
@@ -288,13 +313,23 @@ async def _seat(num_workers: int, sample: Sample, args: Any) -> AsyncGenerator[t
             yield seat
 
 
-async def _call_in_thread(function: Callable[[], Any], num_workers: int, name: str) -> Any:
-    """Call a function in a thread, of which there are `num_workers`. The wait for one does not count in limits."""
+async def _call_in_thread(
+    function: Callable[[], Any], num_workers: int, name: str, watch: EpisodeWatch, running: set[Any] | None = None
+) -> Any:
+    """Call a function in a thread, of which there are `num_workers`. The wait for one does not count in limits.
+
+    running: contains the call until it ends, which a cancelled one does later.
+    """
     permits = _permits.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(num_workers))
-    with policy().watch.held() as release:
+    with watch.held() as release:
         async with permits:
             release()
-            value, error = await call_in_thread(function, name=name)
+            call = call_in_thread(function, name=name)
+            if running is not None:
+                running.add(call)
+                call.add_done_callback(running.discard)
+            await asyncio.wait({call})
+    value, error = call.result()
     if error is not None:
         raise error
     return value
@@ -307,17 +342,18 @@ _batches: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[type, StepBatches]] 
 class _ThreadEnvironment:
     """An instance in this process. Methods that are not async run in threads."""
 
-    def __init__(self, spec: EnvironmentSpec, num_workers: int) -> None:
-        self.path, self.leads, self._name = spec.path, False, spec.name
+    def __init__(self, spec: EnvironmentSpec, policy: Policy, num_workers: int) -> None:
+        self.path, self.leads, self.watch = spec.path, False, policy.watch
+        self._spec, self._policy, self._num_workers = spec, policy, num_workers
         self._instance = cast("Any", None)
-        self._num_workers = num_workers
+        self._running: set[Any] = set()  # calls in threads
 
-    @staticmethod
-    async def make(spec: EnvironmentSpec, made: Any, num_workers: int) -> _ThreadEnvironment:
-        environment = _ThreadEnvironment(spec, num_workers)
-        environment._instance = await environment._in_thread(lambda: made(**spec.arguments))
-        environment.leads = hasattr(environment._instance, "run")
-        return environment
+    async def make(self, made: Any) -> None:
+        def call() -> None:
+            self._instance = made(**self._spec.arguments)
+
+        await self._in_thread(call)
+        self.leads = hasattr(self._instance, "run")
 
     async def reset(self, task: Task, seed: int) -> Observation:
         return checked_observation(await self._call("reset", task, seed), self.path)
@@ -325,13 +361,13 @@ class _ThreadEnvironment:
     async def step(self, message: Message) -> Step:
         if (step_many := step_many_of(self._instance)) is None:
             return checked_step(await self._call("step", message), self.path)
-        with policy().watch.held() as release:
+        with self.watch.held() as release:
             return await self._batched(step_many).step(self._instance, message, release)
 
     def _batched(self, step_many: StepMany) -> StepBatches:
         by_class = _batches.setdefault(asyncio.get_running_loop(), {})
         if type(self._instance) not in by_class:
-            load, name = policy().load, f"environment {self._name}"
+            load, name = self._policy.load, f"environment {self._spec.name}"
 
             async def call(steps: list[tuple[Any, Message]]) -> Any:
                 if is_async(step_many):
@@ -345,34 +381,46 @@ class _ThreadEnvironment:
         return by_class[type(self._instance)]
 
     async def run(self, sample: Sample) -> Any:
-        return await self._call("run", policy(), sample)
+        return await self._call("run", self._policy, sample)
+
+    async def judge(self, rubric: str, name: str, sample: Sample) -> float | str:
+        await self._idle()
+        loaded: Any = load_function(rubric)
+        return number_of(await self._await(loaded.in_environment[name], Episode.of(sample), self._instance))
 
     async def close(self) -> None:
+        await self._idle()
         if hasattr(self._instance, "close"):
             await self._call("close")
 
+    async def _idle(self) -> None:
+        """Wait for a call whose episode has ended meanwhile: a thread cannot be stopped."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=IDLE_S)
+
     async def _call(self, name: str, *values: Any) -> Any:
-        method = getattr(self._instance, name)
-        return await method(*values) if is_async(method) else await self._in_thread(lambda: method(*values))
+        return await self._await(getattr(self._instance, name), *values)
+
+    async def _await(self, function: Callable[..., Any], *values: Any) -> Any:
+        return await function(*values) if is_async(function) else await self._in_thread(lambda: function(*values))
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        return await _call_in_thread(function, self._num_workers, f"environment {self._name}")
+        name = f"environment {self._spec.name}"
+        return await _call_in_thread(function, self._num_workers, name, self.watch, self._running)
 
 
 class _ProcessEnvironment:
     """An instance in a worker process. Time in which other episodes occupy the process does not count."""
 
-    def __init__(self, spec: EnvironmentSpec, process: Worker, number: int) -> None:
-        self.path, self.leads = spec.path, False
-        self._process, self._number = process, number
+    def __init__(self, spec: EnvironmentSpec, policy: Policy, process: Worker, number: int) -> None:
+        self.path, self.leads, self.watch = spec.path, False, policy.watch
+        self._spec, self._policy, self._process, self._number = spec, policy, process, number
 
-    @staticmethod
-    async def make(spec: EnvironmentSpec, process: Worker, number: int) -> _ProcessEnvironment:
-        environment = _ProcessEnvironment(spec, process, number)
-        await _call_worker(process, "load", {"path": spec.path, "instance": number})
-        made = await environment._call("make", path=spec.path, arguments=dict(spec.arguments))
-        environment.leads = made["has_run"]
-        return environment
+    async def make(self) -> None:
+        path = self._spec.path
+        await _call_worker(self._process, self._policy, "load", {"path": path, "instance": self._number})
+        made = await self._call("make", path=path, arguments=dict(self._spec.arguments))
+        self.leads = made["has_run"]
 
     async def reset(self, task: Task, seed: int) -> Observation:
         fields = {"prompt": task.prompt, "label": task.label, "metadata": task.metadata, "tools": task.tools}
@@ -386,13 +434,17 @@ class _ProcessEnvironment:
         apply_changes(sample, done["changes"])
         return done["result"]
 
+    async def judge(self, rubric: str, name: str, sample: Sample) -> float | str:
+        return await self._call("judge", rubric=rubric, part=name, sample=sample.to_dict())
+
     async def close(self) -> None:
         with contextlib.suppress(ProcessEndedError):  # the episode has ended, or has failed for this reason
             await self._call("close")
 
     async def _call(self, name: str, **fields: Any) -> Any:
-        with policy().watch.held() as release:
-            return await _call_worker(self._process, name, {**fields, "instance": self._number}, release)
+        fields["instance"] = self._number
+        with self.watch.held() as release:
+            return await _call_worker(self._process, self._policy, name, fields, release)
 
 
 PlayedEnvironment = _ThreadEnvironment | _ProcessEnvironment

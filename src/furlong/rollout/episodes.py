@@ -7,6 +7,7 @@ sampled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,11 +41,14 @@ class EpisodeWatch:
     """Compares one episode with the limits in flags. `reached` is the one that ended it.
 
     --episode-timeout limits the whole function, --turn-timeout one call of the policy, --tool-timeout the time between
-    two calls, --max-episode-tokens the sampled tokens of all turns.
+    two calls, --max-episode-tokens the sampled tokens of all turns. timeout_s: --generate-timeout, after which the
+    function has failed: `is_overdue`.
     """
 
     limits: RolloutFlags = field(default_factory=RolloutFlags)
+    timeout_s: float | None = None
     reached: Limit | None = None
+    is_overdue: bool = False
     num_turns: int = 0
     num_tokens: int = 0
     _started: float = field(default_factory=monotonic)
@@ -118,7 +122,7 @@ class EpisodeWatch:
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Await the function of the episode. Raises EpisodeLimitError when its time is over, after it has ended."""
-        if self.limits.episode_timeout is None and self.limits.tool_timeout is None:
+        if self.timeout_s is self.limits.episode_timeout is self.limits.tool_timeout is None:
             return await work
         self.restart()
         task = asyncio.create_task(work)
@@ -145,6 +149,9 @@ class EpisodeWatch:
             if tool_left <= 0:
                 self.reached = "tool_time"
             left = min(left, tool_left)
+        if self.timeout_s is not None and left > 0:
+            left = min(left, self._started + self.timeout_s - now)
+            self.is_overdue = left <= 0
         return left
 
     def _now(self) -> float:
@@ -154,11 +161,13 @@ class EpisodeWatch:
 class EpisodeLoad:
     """Lets at most `max_episodes` episodes run at a time, in the order in which they ask, and measures the load.
 
-    All episodes of a run share one: those of training and of evaluations. For one event loop.
+    All episodes of a run share one: those of training and of evaluations. For one event loop. scoring: permits, of the
+    same number, for episodes that have ended and are scored in their environments.
     """
 
     def __init__(self, max_episodes: int | None = None) -> None:
         self._permits = None if max_episodes is None else asyncio.Semaphore(max_episodes)
+        self.scoring = contextlib.nullcontext() if max_episodes is None else asyncio.Semaphore(max_episodes)
         self._episodes = self._requests = self._most = 0
         self._since = self._last = perf_counter()
         self._episode_s = self._waiting_s = self._idle_s = self._blocked_s = 0.0
@@ -253,6 +262,25 @@ class EpisodeLoad:
         self._episodes, self._requests = running + episodes, asked + requests
         if self._episodes > self._most:
             self._most = self._episodes
+
+
+class EpisodePermit:
+    """The permit of one sample's episode, which may begin again after it has ended."""
+
+    def __init__(self, load: EpisodeLoad) -> None:
+        self._load, self._is_open = load, False
+
+    async def begin(self) -> None:
+        """Wait for a permit, unless there is one."""
+        if not self._is_open:
+            await self._load.begin_episode()
+            self._is_open = True
+
+    def end(self) -> None:
+        """Return the permit, unless that has been done."""
+        if self._is_open:
+            self._is_open = False
+            self._load.end_episode()
 
 
 class _Steps(Generator[Any, Any, T]):

@@ -11,7 +11,7 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -20,19 +20,27 @@ from furlong.chat.template_boundary import ChatFormat
 from furlong.config.environment_specs import EnvironmentSpec
 from furlong.config.hooks import HOOKS, Hooks, check_signature
 from furlong.config.sections import RolloutFlags
-from furlong.core.event_loop import gather_or_cancel
+from furlong.core.event_loop import finish, gather_or_cancel
 from furlong.core.metric import Metrics, merge, total
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.progress import progress
 from furlong.core.routing import extend_routes
 from furlong.core.sample import ROLE, STATUS_BY_FINISH_REASON, Group, Sample, Status
 from furlong.core.tracing import heartbeat, tracer
-from furlong.core.user_code import describe_exception
+from furlong.core.user_code import describe_exception, is_raised_by_user
 from furlong.core.user_functions import Function, accepted_keywords, load_function
 from furlong.environments.protocol import AGENT_ERROR, ENVIRONMENT
 from furlong.errors import ConfigError, InfraError, RolloutError
 from furlong.interfaces import Completion, Engine, Reward, SamplingParams
-from furlong.rollout.episodes import LIMIT, REISSUED, EpisodeLimitError, EpisodeLoad, EpisodeWatch, RewardWait
+from furlong.rollout.episodes import (
+    LIMIT,
+    REISSUED,
+    EpisodeLimitError,
+    EpisodeLoad,
+    EpisodePermit,
+    EpisodeWatch,
+    RewardWait,
+)
 from furlong.rollout.metrics import SampleReport, eval_metrics, evaluation_data
 from furlong.rollout.policy import Policy, seed_of_part
 from furlong.rollout.train_batch import role_of
@@ -51,6 +59,7 @@ if TYPE_CHECKING:  # imports a web server, which most runs do not need
 
 MAX_LOGGED_FAILURES = 8  # kinds; a message that quotes the response is a new kind for each sample
 UNFINISHED = (Status.PENDING, Status.ABORTED)
+CLOSE_S = 60.0  # for `close` of an environment
 
 logger = logging.getLogger(__name__)
 
@@ -202,24 +211,27 @@ async def generate_sample(
     """
     if sample.status not in UNFINISHED:
         return [sample]
-    await generation.load.begin_episode()
+    permit = EpisodePermit(generation.load)
+    await permit.begin()
     try:
         if began is not None:
             began()
-        produced = await _produce(sample, generation, continues)
+        produced = await _produce(sample, generation, continues, permit)
         progress.advance()
         return [await _run_hooks(each, generation, rollout_id) for each in produced]
     finally:
-        generation.load.end_episode()
+        permit.end()
 
 
-async def _produce(sample: Sample, generation: Generation, continues: Callable[[], bool]) -> list[Sample]:
+async def _produce(
+    sample: Sample, generation: Generation, continues: Callable[[], bool], permit: EpisodePermit
+) -> list[Sample]:
     prompt, started = sample.tokens[: sample.prompt_length], monotonic()
     try:
+        if (function := generation.function_of(sample)) is not None:
+            return await _generate_reissued(function, sample, generation, continues, permit)
         async with asyncio.timeout(generation.timeout_s):
-            if (function := generation.function_of(sample)) is None:
-                return [await generate_turn(sample, generation, continues)]
-            return await _generate_reissued(function, sample, generation, continues)
+            return [await generate_turn(sample, generation, continues)]
     except TimeoutError:
         seconds = min(monotonic() - started, generation.timeout_s or math.inf)
         outcome = Outcome.timed_out(seconds, stage="generate")
@@ -235,12 +247,12 @@ async def _produce(sample: Sample, generation: Generation, continues: Callable[[
 
 
 async def _generate_reissued(
-    function: Function, sample: Sample, generation: Generation, continues: Callable[[], bool]
+    function: Function, sample: Sample, generation: Generation, continues: Callable[[], bool], permit: EpisodePermit
 ) -> list[Sample]:
     """Run the generate function; once more, from the sample as it was issued, if it raises InfraError."""
     origin = copy.deepcopy(vars(sample))
     try:
-        return await _generate_custom(function, sample, generation, continues)
+        return await _generate_custom(function, sample, generation, continues, permit)
     except GenerateFunctionError as error:
         if not isinstance(error.cause, InfraError):
             raise
@@ -248,20 +260,52 @@ async def _generate_reissued(
         vars(sample).clear()
         vars(sample).update(origin)
         sample.metadata[REISSUED] = describe_exception(error.cause)
-    return await _generate_custom(function, sample, generation, continues)
+    await permit.begin()
+    return await _generate_custom(function, sample, generation, continues, permit)
 
 
 async def _generate_custom(
-    function: Function, sample: Sample, generation: Generation, continues: Callable[[], bool]
+    function: Function, sample: Sample, generation: Generation, continues: Callable[[], bool], permit: EpisodePermit
 ) -> list[Sample]:
+    """Call the function, score its samples in the environment that it has opened, if any, and close that."""
     params = continuation(sample, generation)
     policy = policy_of_sample(sample, generation, params, continues)
     work = call_generate_function(
         function, sample, params, policy, args=generation.args, evaluation=generation.evaluation
     )
     try:
+        produced = await _checked_samples(work, sample, policy, generation)
+        judged = [
+            each
+            for each in produced
+            if LEAF not in each.metadata and each.status in (Status.COMPLETED, Status.TRUNCATED)
+        ]
+        if policy.judge is not None and judged and sample.reward is None:
+            async with generation.load.scoring:
+                permit.end()
+                try:
+                    await policy.judge(judged)
+                except InfraError as error:
+                    raise GenerateFunctionError(error) from error
+    finally:
+        try:
+            await finish(policy.closing.aclose(), CLOSE_S)
+        except BaseException as error:
+            if not is_raised_by_user(error):
+                raise
+            raise GenerateFunctionError(error) from error
+    return produced
+
+
+async def _checked_samples(
+    work: Coroutine[Any, Any, list[Sample]], sample: Sample, policy: Policy, generation: Generation
+) -> list[Sample]:
+    """Return the samples of a function's call within the limits of an episode."""
+    try:
         produced = await policy.watch.run(work)
     except EpisodeLimitError:
+        if policy.watch.is_overdue and AGENT_ERROR not in sample.metadata:
+            raise TimeoutError from None
         produced = [sample]  # with what the function has appended
     finally:
         await policy.end_session()
@@ -301,7 +345,7 @@ def policy_of_sample(
         continues,
         generation.reward,
         generation.load,
-        EpisodeWatch(generation.limits_of(sample)),
+        EpisodeWatch(generation.limits_of(sample), generation.timeout_s),
         conversation,
         generation.session_server,
         is_trained=not generation.evaluation,

@@ -35,7 +35,7 @@ from furlong.environments.protocol import AGENT_ERROR, ENVIRONMENT, FAILED_PARTS
 from furlong.errors import DataError
 from furlong.rollout.episodes import LIMIT, PROCESS_ENDED, REISSUED, SILENT
 from furlong.rollout.train_batch import has_roles, role_of
-from furlong.sessions.samples import EPISODE, LEAF, TURNS
+from furlong.sessions.samples import EPISODE, LEAF
 
 SPECIAL = re.compile(r"<\|[^<>|]*\|>|</?s>|<eos>|<end_of_turn>")  # tokens that end or frame an answer
 REPETITION_TAIL = 10_000  # characters; slime calls a response repetitive if its last 10,000 compress more than 10 times
@@ -92,7 +92,8 @@ def rollout_metrics(
     if track.log_multi_turn:
         turns = _under("raw_response_length", statistics(s.response_length for s in samples))
         turns |= _under("wo_obs_response_length", _lengths(samples))
-        rounds = statistics(float(s.metadata["round_number"]) for s in samples if "round_number" in s.metadata)
+        numbers = [s.metadata.get("round_number") for s in samples]  # which an agent may have set
+        rounds = statistics(float(each) for each in numbers if isinstance(each, int | float))
         turns |= {f"multi_turn_metric/round_number_{key}": v for key, v in rounds.items() if key != "median"}
         metrics |= _under("multi_turn", turns)
     return metrics
@@ -363,7 +364,7 @@ def _of_environment(samples: Sequence[Sample], reward_key: str | None) -> Metric
         count = len(ended)
         metrics["truncated_ratio"] = mean(sum(s.status is Status.TRUNCATED for s in ended) / count, count)
     metrics |= _means({"reward": scalar_reward(s, reward_key)} for s in ended if s.reward is not None)
-    metrics |= _means({"turns": s.metadata[TURNS]} for s in ended if TURNS in s.metadata)
+    metrics |= _means({"turns": s.metadata[EPISODE]["turns"]} for s in ended if EPISODE in s.metadata)
     metrics |= part_metrics(samples)
     return metrics | _means(
         {f"info/{key}": value for key, value in (s.metadata.get(INFO) or {}).items()} for s in ended

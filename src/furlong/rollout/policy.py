@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from furlong.chat.messages import MessageError
 from furlong.core.progress import progress
 from furlong.core.routing import extend_routes
+from furlong.core.sample import Sample
 from furlong.core.token_stream import TokenStream
 from furlong.core.tracing import heartbeat
 from furlong.errors import RolloutError
@@ -69,7 +71,8 @@ class Policy:
 
     With `return_routed_experts` every call requests them. `context_len` limits prompt + completion. Requests that a
     weight update aborts are continued from their tokens while `continues()`. answered: the input ids and the completion
-    of each call. full: prompt lengths that left no room.
+    of each call. full: prompt lengths that left no room. judge: scores the samples in the environment of the episode,
+    which `closing` closes afterwards.
     """
 
     engine: Engine
@@ -88,6 +91,8 @@ class Policy:
     full: list[int] = field(default_factory=list[int], repr=False)
     opened: list[OpenSession] = field(default_factory=list["OpenSession"], repr=False)
     is_trained: bool = True  # on what it samples; not in evaluations
+    judge: Callable[[Sequence[Sample]], Awaitable[None]] | None = field(default=None, repr=False)
+    closing: AsyncExitStack = field(default_factory=AsyncExitStack, repr=False)
 
     async def chat(
         self,

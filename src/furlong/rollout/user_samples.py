@@ -44,10 +44,13 @@ async def complete_request(engine: Engine, ids: list[int], params: SamplingParam
     """Complete a request that user code sent over HTTP.
 
     `sampling_params` of a generate function contain the sample's seed, so its requests are recorded like calls of
-    `policy().generate`, and calls differ although they send one seed.
+    `policy().generate`, and calls differ although they send one seed. An agent could send the seed of another episode,
+    whose limits would count that, so requests are not recorded where one plays the episode: it has a session.
     """
     policy = None if params.sampling_seed is None else _by_seed.get(params.sampling_seed)
-    return await engine.generate(ids, params) if policy is None else await policy.complete(ids, params)
+    if policy is None or policy.opened:
+        return await engine.generate(ids, params)
+    return await policy.complete(ids, params)
 
 
 class GenerateFunctionError(Exception):
@@ -68,7 +71,10 @@ async def call_generate_function(
     """
     sampling_params = dict_from_params(params)
     args = args.for_call() if isinstance(args, Args) else args
-    if params.sampling_seed is not None:
+    is_own = getattr(function, "__module__", "").startswith(
+        "furlong."
+    )  # those of environments and agents, which do not post
+    if params.sampling_seed is not None and not is_own:
         _by_seed[params.sampling_seed] = policy
     extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     token = current.set(policy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from functools import reduce
 from typing import Any
 
 from furlong.chat.messages import Message
+from furlong.core.text import random_key
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.schemas import quote
 from furlong.interfaces import SamplingParams
@@ -190,7 +190,7 @@ class OpenSession:
     requests: OrderedDict[str, Call] = field(default_factory=OrderedDict[str, Call], repr=False)
     result: dict[str, Any] | None = None
     encode: Callable[[str], list[int]] | None = field(default=None, repr=False)
-    controller_key: str = field(default_factory=lambda: f"ck-{secrets.token_hex(24)}", repr=False)
+    controller_key: str = field(default_factory=lambda: random_key("ck"), repr=False)
     refusal: str = ""
 
     @property

@@ -24,7 +24,7 @@ from furlong.sessions.tree import TreeNode, hash_of
 
 MESSAGES = "messages"  # sample metadata: the conversation of the leaf
 TURNS = "session_turns"  # sample metadata: answers on the leaf's path
-EPISODE = "session"  # metadata of the last leaf's sample: counts of the episode
+EPISODE = "session_counts"  # metadata of the last leaf's sample: counts of the episode
 ROLES = "roles"  # metadata of the last leaf's sample: the conversation of each role, with those that are not trained
 LEAF = "session_leaf"  # metadata of the other leaves' samples: their number
 
@@ -133,7 +133,8 @@ def _sample(session: Session, origin: Sample, leaf: TreeNode, trained: set[TreeN
     sample.weight_versions = [str(node.completion.versions[-1]) for node in leaf.path if node.completion.versions]
     sample.response = _text(session, response)
     sample.status = Status.COMPLETED if leaf.is_cut else STATUS_BY_FINISH_REASON[leaf.completion.finish_reason]
-    sample.metadata = {**origin.metadata, MESSAGES: leaf.conversation(), TURNS: leaf.depth + 1}
+    kept = {key: value for key, value in origin.metadata.items() if key not in (EPISODE, ROLES, LEAF)}
+    sample.metadata = {**kept, MESSAGES: leaf.conversation(), TURNS: leaf.depth + 1}
     sample.rollout_routed_experts = None
     for node in leaf.path:
         if node.routed_experts is not None:

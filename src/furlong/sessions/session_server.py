@@ -28,6 +28,7 @@ from starlette.routing import Route
 
 from furlong.chat.messages import num_chars
 from furlong.core.addresses import host_and_port
+from furlong.core.text import random_key
 from furlong.errors import EngineError, RolloutError
 from furlong.inference.server.schemas import check_model, read_fields
 from furlong.inference.server.web import (
@@ -41,6 +42,7 @@ from furlong.inference.server.web import (
     ServerLimits,
     answering,
     decode_object,
+    details_of,
     error_body,
     error_response,
     event_stream,
@@ -237,9 +239,9 @@ class SessionEndpoints(ABC):
                 async for event in write(client_call, self._model_name, pieces, call.streams):
                     yield event
             except (EngineError, RolloutError, TimeoutError) as error:  # after the first event: an event, too
-                text, code = str(error) or "not answered in time", getattr(error, "api_code", None)
+                text = str(error) or "not answered in time"
                 name = "" if path.endswith("/chat/completions") else "error"
-                yield sse(error_body(path, text, status_of(error), code), name)
+                yield sse(error_body(path, text, status_of(error), *details_of(error)), name)
             finally:
                 await pieces.aclose()
 
@@ -340,7 +342,7 @@ class SessionServer(SessionEndpoints):
         """Make a session reachable; `abort` ends its requests in the engine. key: None for a random one."""
         self.loop = asyncio.get_running_loop()
         self.http.start()
-        id, key = secrets.token_hex(16), key or f"sk-{secrets.token_hex(24)}"
+        id, key = secrets.token_hex(16), key or random_key("sk")
         self._ended.pop(key, None)
         url = f"http://{host_and_port(*self.address)}/sessions/{id}"
         opened = OpenSession(id, url, key, session, abort, self._client_sampling)

@@ -116,7 +116,7 @@ class EventLog:
         text = orjson.dumps(
             {"time": time.time(), "event": event, **fields}, default=str, option=orjson.OPT_NON_STR_KEYS
         )
-        line = redact_credentials(text.decode()).encode() if b"://" in text else text
+        line = redact_credentials(text.decode()).encode() if b"://" in text or b"k-" in text else text
         with self._lock:
             try:
                 line = (b"\n" if self._is_torn else b"") + line + b"\n"

@@ -234,6 +234,7 @@ def serve_page(
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://{host_and_port(shown, bound_port)}/?token={token}{'#runs' if folders else ''}"
     pages.start()
+    listener.listen()  # browsers wait until it answers
     try:
         announce(url)
         if opens_browser:

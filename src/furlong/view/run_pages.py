@@ -198,9 +198,12 @@ def _whole(parameters: Parameters, name: str, default: int | None = None) -> int
     if text is None and default is not None:
         return default
     try:
-        return int(str(text))
+        number = int(str(text))
     except ValueError:
         raise DataError(f"{name}={text!r} is not a whole number; give one") from None
+    if abs(number) >= 1 << 63:
+        raise DataError(f"{name}={text} has more than 64 bits; give a smaller number")
+    return number
 
 
 def _number(parameters: Parameters, name: str) -> float:

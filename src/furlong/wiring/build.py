@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +16,14 @@ from furlong.config.checks.validate import validate
 from furlong.config.checks.value_checks import epoch_problem
 from furlong.config.command_line import Resolved, command_of, without_credentials
 from furlong.config.critic import critic_settings
+from furlong.config.engine_groups import is_split, trained_model
 from furlong.config.evaluation import used_eval_specs
 from furlong.config.facts import gets_random_key, model_folder
 from furlong.config.hooks import usable_hooks
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
 from furlong.core.model_config import read_json
+from furlong.core.text import random_key
 from furlong.data.ledger import FileLedger
 from furlong.data.prompt_path import PromptDataPath
 from furlong.diagnosis.monitors import MONITORS
@@ -128,9 +129,10 @@ def build(resolved: Resolved, folder: Path) -> Built:
     """Build everything that the loop drives. Raises ConfigError or DataError before anything is started."""
     config, client_key = resolved.config, resolved.config.cluster.sglang_api_key
     if gets_random_key(config):  # which user functions do not need: what they post to cannot change weights
-        cluster = dataclasses.replace(config.cluster, sglang_api_key=f"ek-{secrets.token_hex(24)}")
+        cluster = dataclasses.replace(config.cluster, sglang_api_key=random_key("ek"))
         config = dataclasses.replace(config, cluster=cluster)
     context = dataclasses.replace(RunContext.read(config, usable_hooks(config), folder), client_key=client_key)
+    context = context.with_routers({})
     with contextlib.ExitStack() as opened:  # what is open is closed if a later part cannot be built
         built = _build(context, resolved, opened)
         opened.pop_all()
@@ -174,9 +176,11 @@ def _build(context: RunContext, resolved: Resolved, opened: contextlib.ExitStack
     engine = serving.engine
     routers, gateway = serving.router_addresses, None
     session_server = None if engine is None else build_session_server(context, specs, opened)
-    if engine is not None and not routers:
+    has_random_key = config.cluster.sglang_api_key != context.client_key
+    if engine is not None and (not routers or (has_random_key and is_split(trained_model(config).groups))):
         gateway = build_gateway(context, engine, specs, opened)
-        routers = {} if gateway is None else {MODEL: gateway.address}
+        name = trained_model(config).name if routers else MODEL
+        routers = routers if gateway is None else {**routers, name: gateway.address}
     rollout_context = dataclasses.replace(context.with_routers(routers), session_server=session_server)
     rollout = build_rollout(rollout_context, engine, source, ledger, specs)
     return Built(

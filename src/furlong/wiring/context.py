@@ -86,6 +86,7 @@ class RunContext:
             dtype=_training_dtype(config, device),
             dumps=_dumps(config, folder),
             tables=SampleTables(config.track.log_samples),
+            client_key=config.cluster.sglang_api_key,
         )
 
     def record_rollout(self, rollout_id: int, groups: Sequence[Group]) -> None:
@@ -106,8 +107,9 @@ class RunContext:
         return data.prompt_data is not None and data.rollout_global_dataset and not has_other_source
 
     def with_routers(self, routers: Mapping[str, tuple[str, int]]) -> RunContext:
-        """Return a copy whose `args` contain the addresses of the run's routers."""
-        return dataclasses.replace(self, args=Args(self.config, routers))
+        """Return a copy whose `args` contain the addresses of the run's routers, and the key of clients."""
+        cluster = dataclasses.replace(self.config.cluster, sglang_api_key=self.client_key)
+        return dataclasses.replace(self, args=Args(dataclasses.replace(self.config, cluster=cluster), routers))
 
     def on(self, device: str) -> RunContext:
         """Return a copy for trainer and engines on "cuda" or "cpu", which this process may not have."""

@@ -56,6 +56,10 @@ def test_problems_of_reading_and_of_checking_come_together(run: list[str]) -> No
 
 # One row per rule: flags added to the documented command, and what the one problem names, separated by |.
 RULES = [
+    (
+        "--agent-command true --generate-timeout 9 --episode-timeout 60",
+        "--generate-timeout 9 | --episode-timeout 60 | above",
+    ),
     ("--rollout-top-p 0", "--rollout-top-p 0.0 | (0, 1]"),
     ("--rollout-top-p 0.95", "--rollout-top-p 0.95 | --rollout-temperature | --eval-top-p"),
     ("--rollout-top-p 0.9 --rollout-top-k 20 --rollout-min-p 0.01", "--rollout-top-p 0.9 | top-k 20 | min-p 0.01"),

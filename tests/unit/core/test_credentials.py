@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from furlong.core.text import redact_credentials
+from furlong.core.text import random_key, redact_credentials
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,13 @@ from furlong.core.text import redact_credentials
 )  # fmt: skip
 def test_a_credential_is_replaced(text):
     assert "CRET" not in redact_credentials(text)
+
+
+def test_random_keys_are_replaced_with_and_without_a_url():
+    for kind in ("sk", "ck", "ek"):
+        key = random_key(kind)
+        for text in (key, f"GET /sessions/{'a' * 32}.{key}/v1/models", f"KeyError: '{key}'"):
+            assert redact_credentials(text) == text.replace(key, f"{kind}-***")
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,9 @@ def workers() -> Iterator[list[Worker]]:
 def test_a_request_goes_to_one_prefill_and_one_decode_engine(workers, tmp_path):
     async def body() -> Any:
         router = SglangRouter(
-            LocalHost(), "cache_aware", tmp_path / "router.log", concurrency=4, timeout_s=30, is_split=True
-        )
+            LocalHost(), "cache_aware", tmp_path / "router.log", concurrency=4, timeout_s=30, is_split=True,
+            control_key="key of engines",
+        )  # fmt: skip
         client = await router.start()
         servers = [worker.client for worker in workers]
         servers[0].bootstrap_port = 18_998
@@ -88,22 +89,29 @@ def test_a_request_goes_to_one_prefill_and_one_decode_engine(workers, tmp_path):
     assert prefill[0]["bootstrap_port"] == decode[0]["bootstrap_port"] == 18_998
     assert prefill[0]["bootstrap_room"] == decode[0]["bootstrap_room"]
     assert prefill[0]["input_ids"] == decode[0]["input_ids"] == [1, 2, 3]
+    assert workers[0].keys == workers[1].keys == {"Bearer key of engines"}
 
 
-def test_clients_of_a_router_without_a_key_need_none_and_cannot_reach_weights(workers, tmp_path):
+def test_clients_of_a_router_without_a_key_need_none_and_cannot_reach_weights_or_engines(workers, tmp_path):
     async def body() -> list[int]:
-        router = SglangRouter(LocalHost(), "cache_aware", tmp_path / "router.log", concurrency=4)
+        key = "key of engines"
+        router = SglangRouter(LocalHost(), "cache_aware", tmp_path / "router.log", concurrency=4, control_key=key)
         client = await router.start()
         try:
             await router.add(workers[0].client)
             async with httpx.AsyncClient(base_url=client.url, trust_env=False) as stranger:
                 paths = ("/generate", "/update_weights_from_disk", "/pause_generation", "/get_weights_by_name")
-                return [(await stranger.post(path, json={"input_ids": [1]})).status_code for path in paths]
+                codes = [(await stranger.post(path, json={"input_ids": [1]})).status_code for path in paths]
+                listed = (await client.ask_object("/workers"))["workers"][0]["id"]
+                foreign = {"url": "http://127.0.0.1:9", "worker_type": "regular"}
+                codes.append((await stranger.post("/workers", json=foreign)).status_code)
+                codes.append((await stranger.delete(f"/workers/{listed}")).status_code)
+                return [*codes, (await stranger.post("/flush_cache")).status_code]
         finally:
             await router.close()
 
     workers[0].role = "regular"
-    assert asyncio.run(body()) == [200, 404, 404, 404]
+    assert asyncio.run(body()) == [200, 404, 404, 404, 401, 401, 401]
     assert workers[0].keys == {"Bearer key of engines"}
 
 

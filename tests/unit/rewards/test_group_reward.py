@@ -86,14 +86,14 @@ def test_math_is_scored_with_and_without_algebra_by_workers_that_rewards_share()
 
 
 @pytest.mark.nightly
-def test_endless_algebra_times_out():
+def test_endless_algebra_is_a_wrong_answer():
     tower = r"\boxed{9^{9^{9^{9}}} + \sqrt{2}}"
     samples = [Sample(response=tower, label=r"9^{9^{9^{8}}}"), Sample(response=r"\boxed{\sqrt{4}}", label="2")]
     started = time.monotonic()
     outcomes = score(samples, rm_type="math", num_workers=1, timeout_s=1)
     assert time.monotonic() - started < 20
-    assert outcomes[0].kind == "timed_out"
-    assert outcomes[1].reward == 1.0
+    assert [outcome.reward for outcome in outcomes] == [0.0, 1.0]
+    assert "no answer within 1 s" in outcomes[0].reason
 
 
 def test_a_missing_label_fails_with_the_flag_to_check():
@@ -330,7 +330,7 @@ def test_an_answer_that_cannot_be_compared_is_0_and_counted(monkeypatch):
     monkeypatch.setattr(Sandbox, "score", score)
     samples = [Sample(response=r"\boxed{\sqrt{2}}", label="2", status=Status.COMPLETED) for _ in range(3)]
     found = asyncio.run(GroupReward(rm_type="math")(samples))
-    assert [(each.kind, each.reward) for each in found] == [("scored", 0.0), ("failed", None), ("timed_out", None)]
+    assert [(each.kind, each.reward) for each in found] == [("scored", 0.0), ("failed", None), ("scored", 0.0)]
     for sample, outcome in zip(samples, found, strict=True):
         sample.outcome = outcome
-    assert rollout_metrics([Group(0, samples)])["rollout/verifier_errors"].value == 1
+    assert rollout_metrics([Group(0, samples)])["rollout/verifier_errors"].value == 2

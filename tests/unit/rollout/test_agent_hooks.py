@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
+from fakes_rollout import ScriptedEngine
 from furlong.agent import policy
 from furlong.core.sample import Group, Sample, Status
 from furlong.core.supervised_process import ProcessLimits
 from furlong.errors import HookError, InfraError, RolloutError
+from furlong.interfaces import SamplingParams
 from furlong.rollout import agents
 from furlong.rollout.agents import AgentHooks, hook_beside, run_command
 from furlong.rollout.metrics import rollout_metrics
+from furlong.rollout.user_samples import complete_request
 from furlong.sessions.session_server import SessionServer
 from scripted_episodes import play
 
@@ -128,6 +131,43 @@ def test_an_agent_that_fails_after_a_turn_is_scored_and_counted(monkeypatch: pyt
 def test_an_agent_that_fails_before_its_first_turn_fails_its_sample(monkeypatch: pytest.MonkeyPatch):
     (sample,) = play(failing(monkeypatch, 0), lambda _: "3", args=agent_args())
     assert sample.status is Status.FAILED
+
+
+async def labelled(label: str) -> dict[str, Any]:
+    await policy().chat([{"role": "user", "content": "1+2="}])
+    return {"reward": float(label), "session_leaf": 0, "session_counts": "x", "session_turns": "many", "roles": 3}
+
+
+def test_an_agent_gets_the_label_and_does_not_change_what_sessions_record():
+    args = agent_args(agent_function_path=f"{__name__}:labelled", env_workers=("thread", "1"))
+    for values in ({}, {"custom_rm_path": "reward.py:fn"}):
+        server = SessionServer(model_name="tiny")
+        samples = play(agents.generate, lambda _: "3", label="0.25", args=args | values, session_server=server)
+        assert [sample.reward for sample in samples] == [0.25]
+        assert rollout_metrics([Group(0, samples)])["session/turns"].value == 1
+
+
+async def posting() -> int:
+    """Post to the endpoint of the run with the seeds of both episodes; returns the turns that are counted here."""
+    await policy().chat([{"role": "user", "content": "1+2="}])
+    for seed in range(2):
+        engine: Any = ScriptedEngine(lambda prompt, params: [7])
+        await complete_request(engine, [5], SamplingParams(max_new_tokens=1, sampling_seed=seed))
+    return policy().watch.num_turns
+
+
+async def posting_beside_a_session(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+    policy().open_session()
+    sample.reward = await posting()
+    return sample
+
+
+def test_an_agent_does_not_use_up_the_turns_of_other_episodes():
+    args = agent_args(agent_function_path=f"{__name__}:posting", env_workers=("thread", "1"))
+    for function in (agents.generate, posting_beside_a_session):
+        server = SessionServer(model_name="tiny")
+        samples = play(function, lambda _: "3", num_samples=2, args=args, session_server=server)
+        assert [sample.reward for sample in samples] == [1, 1]
 
 
 def test_an_agent_that_is_killed_twice_has_crashed(monkeypatch: pytest.MonkeyPatch):

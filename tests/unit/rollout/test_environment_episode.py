@@ -179,6 +179,19 @@ def test_an_environment_may_run_the_conversation_itself():
     assert (sample.reward, sample.metadata["said"]) == (0.5, "four")
 
 
+class Forgetful:
+    async def run(self, policy: Any, sample: Sample) -> float:
+        for content in ("1+2=", "2+2="):  # two conversations
+            await policy.chat([{"role": "user", "content": content}])
+        return 1.0
+
+
+def test_turns_are_those_of_all_conversations_of_an_episode():
+    samples = play(generate, say, args=of("Forgetful"))
+    assert len(samples) == 2
+    assert rollout_metrics([Group(0, samples)])["env/Forgetful/turns"].value == 2
+
+
 def test_a_limit_ends_the_episode_with_the_rewards_so_far():
     (sample,) = play(generate, say, args=of("Counting?rounds=9"), flags=RolloutFlags(max_turns=4))
     assert sample.status is Status.TRUNCATED

@@ -31,7 +31,13 @@ COUNTS = {"policy_limit": 1, "agent_error": 2, "infra": 1, "reissued": 2}
 
 
 def ended(
-    generate: Any, tmp_path: Path, *, ends: dict[str, Any], limits: RolloutFlags = LIMITS, **flags: Any
+    generate: Any,
+    tmp_path: Path,
+    *,
+    ends: dict[str, Any],
+    limits: RolloutFlags = LIMITS,
+    timeout_s: float | None = None,
+    **flags: Any,
 ) -> list[Sample]:
     """Play one group whose samples behave differently, and return its samples."""
     names, running = list(ends), [0]
@@ -63,7 +69,7 @@ def ended(
         )  # fmt: skip
 
     played(1)  # what is done once in a process is not part of the limits
-    return played(len(names), flags=limits)
+    return played(len(names), flags=limits, timeout_s=timeout_s)
 
 
 def check(samples: list[Sample], ends: dict[str, tuple[str, str, Status]], counts: dict[str, int]) -> None:
@@ -108,6 +114,24 @@ def test_an_agent_that_hangs_or_crashes_without_a_reward_function_gets_0(tmp_pat
     ends = {name: ENDS[name] for name in ("answer", "hang", "raise")}
     samples = ended(agents.generate, tmp_path, ends=ends, agent_function_path=path, custom_rm_path=None)
     assert [sample.reward for sample in samples] == [0.5, 0.0, 0.0]  # that of the row, where the agent ends
+
+
+@pytest.mark.parametrize("limits", [RolloutFlags(), RolloutFlags(tool_timeout=9)])
+def test_an_agent_that_exceeds_the_generate_timeout_counts_as_crashed(limits: RolloutFlags, tmp_path: Path):
+    path = f"{ending_agents.__file__}:solve"
+    ends = {name: ENDS[name] for name in ("answer", "hang")}
+    samples = ended(
+        agents.generate,
+        tmp_path,
+        ends=ends,
+        limits=limits,
+        agent_function_path=path,
+        custom_rm_path=None,
+        timeout_s=1.5,
+    )
+    assert [(sample.reward, sample.status) for sample in samples] == [(0.5, Status.COMPLETED), (0.0, Status.COMPLETED)]
+    assert "not finished within 1.5 s (--generate-timeout)" in samples[1].metadata["agent_error"]
+    assert sum(samples[1].loss_mask or []) >= 4
 
 
 def test_of_a_command(tmp_path: Path):

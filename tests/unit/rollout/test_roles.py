@@ -81,7 +81,7 @@ def test_the_answers_of_a_frozen_role_are_context_of_the_reward_only():
     assert sample.metadata["role"] == "policy"
     assert sample.metadata["roles"]["judge"][-1]["content"] == "yes"
     assert sample.reward == 0.5
-    assert sample.metadata["session"]["turns"] == 2
+    assert sample.metadata["session_counts"]["turns"] == 2
 
     async def only_judged(args: Any, sample: Sample, sampling_params: Any) -> Sample:
         await policy().role("judge", trainable=False).chat([{"role": "user", "content": "right?"}])

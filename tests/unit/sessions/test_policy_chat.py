@@ -175,7 +175,7 @@ def test_64_episodes_are_64_samples_with_the_engines_ids_and_the_trainers_log_pr
     tokenizer, changed = bpe_tokenizer("qwen"), 0
     for sample in samples:
         assert sample.status in (Status.COMPLETED, Status.TRUNCATED)
-        assert sample.metadata["session"]["turns"] == TURNS
+        assert sample.metadata["session_counts"]["turns"] == TURNS
         assert "sampled_in_another_context" not in sample.metadata
         assert "retokenised_from" not in sample.metadata
         changed += tokenizer.encode(tokenizer.decode(sample.tokens), add_special_tokens=False) != sample.tokens
@@ -258,7 +258,7 @@ def test_every_token_of_50_turns_has_the_log_prob_of_its_versions_weights(mode):
     assert max(waited) <= 4 * 8  # at most one request of each episode
     seen: set[int] = set()
     for sample in samples:
-        assert sample.metadata["session"]["turns"] == 50
+        assert sample.metadata["session_counts"]["turns"] == 50
         n, mask, versions = sample.prompt_length, sample.loss_mask or (), sample.token_versions or ()
         trained = [version for version, is_trained in zip(versions, mask, strict=True) if is_trained]
         assert trained == sorted(trained)
@@ -360,6 +360,12 @@ def test_a_command_sets_neither_reward_nor_metadata_of_the_row_where_a_reward_fu
         "verifier": ({"rm_type": "math"}, printed, None, {"case": [1]}),
         "none": ({}, {"reward": 0.5, "said": "done"}, 0.5, {"case": [1], "said": "done"}),
         "none, number": ({}, 1, 1.0, {"case": [1]}),
+        "recorded": (
+            {},
+            {"reward": 1, "role_group": "g", "trained_unsampled_tokens": 3, "session_leaf": 0},
+            1,
+            {"case": [1]},
+        ),
     }
     for name, (flags, result, reward, metadata) in rows.items():
         sample, args = (
@@ -368,4 +374,5 @@ def test_a_command_sets_neither_reward_nor_metadata_of_the_row_where_a_reward_fu
         )
         agents.record_command_result(args, sample, result)
         assert (name, sample.reward, sample.metadata) == (name, reward, metadata)
-    assert "reward, case, rm_type" in caplog.text
+    assert "printed case, reward, rm_type, which is ignored" in caplog.text
+    assert "printed role_group, session_leaf, trained_unsampled_tokens, which is ignored" in caplog.text

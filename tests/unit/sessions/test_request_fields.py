@@ -13,6 +13,7 @@ from furlong.inference.request_error import RequestError
 from furlong.inference.server.generate_api import PromptFields, SamplingFields
 from furlong.inference.server.openai_api import CompletionFields
 from furlong.inference.server.schemas import Schema, read_fields
+from furlong.inference.server.web import details_of, error_body
 from furlong.sessions.protocols import chat, messages, responses, tokens
 
 OTHERS = [True, 7, -7, 0.5, 1e300, 1 << 64, "", "x", [], [7], ["x"], [None], [{}], {}, {"x": 7}]
@@ -313,10 +314,14 @@ def test_a_refusal_names_the_path_the_value_and_what_it_must_be():
         ({"n": "x"}, "n is 'x', must be int"),
         ({"rows": [[1], [2, "y"]]}, "rows[1][1] is 'y', must be int"),
         ({"rows": 3}, "rows is 3, must be a list"),
+        ({"made_up": 3}, "made_up is not a field of this endpoint; remove it"),
     ]:
         with pytest.raises(RequestError) as refused:
             read_fields(Fields, body)
         assert str(refused.value) == text
+        param = details_of(refused.value)[1]
+        assert param == text.split()[0]
+        assert error_body("/v1/chat/completions", text, 400, param=param)["error"]["param"] == param
 
 
 def test_objects_in_a_request_have_the_same_policy():

@@ -107,6 +107,16 @@ def test_replies_of_a_random_model_follow_the_schema():
             sampling = {"json_schema": json.dumps(ANSWER), "max_new_tokens": 300}
             native = await client.post("/generate", json={"text": "hi", "sampling_params": sampling})
             assert json.loads(native.json()["text"])["items"]
+            wrong = {"type": "object", "properties": {"a": {"$ref": "#/nope"}}}
+            sampling = {"json_schema": json.dumps(wrong), "max_new_tokens": 3}
+            format = {"type": "json_schema", "json_schema": {"name": "x", "schema": wrong}}
+            for path, fields in (
+                ("/generate", {"text": "hi", "sampling_params": sampling}),
+                (CHAT, {"messages": [USER], "response_format": format}),
+            ):
+                refused = await client.post(path, json={**fields, "stream": True})
+                assert (path, refused.status_code) == (path, 400)
+                assert "json_schema cannot be compiled" in refused.json()["error"]["message"]
 
     try:
         asyncio.run(main())

@@ -98,7 +98,9 @@ def test_objects_in_common_are_placeholders_with_their_attributes(folder):
 
 def test_a_damaged_index_is_refused(folder):
     content = (folder / INDEX).read_bytes()
-    for data in (b"", b"x", content[:40], content[:400], b"\x80\x04\x8e" + b"\xff" * 7 + b"\x0f.", pickle.dumps({})):
+    memo = b"\x80\x02]r\xff\xff\xff\x1f."  # number 2**29 - 1 of the memo, for which Python would take 8 GiB
+    huge = b"\x80\x04\x8e" + b"\xff" * 7 + b"\x0f."
+    for data in (b"", b"x", content[:40], content[:400], huge, memo, pickle.dumps({})):
         (folder / INDEX).write_bytes(data)
         with pytest.raises(CheckpointError, match=INDEX):
             DistReader(folder)

@@ -78,6 +78,7 @@ def test_an_unknown_run_or_answer_is_not_found(client, path):
     ("path", "parameters"),
     [
         ("samples/0", {"step": "x"}),
+        ("samples/0", {"step": str(1 << 63)}),
         ("samples/0", {"reward_min": "many"}),
         ("sample/0", {"file": "../../config.json", "pos": "0"}),
         ("sample/0", {"file": "0.safetensors", "pos": "99"}),

@@ -200,6 +200,12 @@ def _rollouts(config: Config) -> Problems:
         )
     if session.environment or session.agent_function_path:
         yield from environment_problems(config)
+    longest, limit = config.fault.generate_timeout, rollout.episode_timeout
+    if longest is not None and limit is not None and longest <= limit:
+        yield (
+            f"--generate-timeout {longest:g} ends episodes before --episode-timeout {limit:g}, and fails them, "
+            "which would train on what was sampled; remove it, or raise it above"
+        )
     bound, least = rollout.max_token_staleness, default_staleness(config)
     if bound is None:
         return

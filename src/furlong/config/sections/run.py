@@ -177,7 +177,10 @@ class FaultFlags:
     skip_bad_rows: bool = flag(False, "Skip and count rows that cannot be used. Without this flag they are an error.")
     reward_timeout: float = flag(30.0, "Timeout of a reward call, in seconds.", within="(0, inf)")
     generate_timeout: float | None = flag(
-        None, "Timeout of the generation of one sample, in seconds. Default: no timeout.", within="(0, inf)"
+        None,
+        "Timeout of the generation of one sample, in seconds: the sample fails, and an agent counts as crashed. "
+        "--episode-timeout ends an episode and trains on what it sampled. Default: no timeout.",
+        within="(0, inf)",
     )
     check_for_nan_in_loss_and_grad: bool = flag(
         True,

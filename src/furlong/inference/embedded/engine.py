@@ -28,7 +28,7 @@ from furlong.inference.embedded.decode_model import bucketed_length
 from furlong.inference.embedded.model_loading import build_model, chosen_context_len, eos_ids, kv_tokens_that_fit
 from furlong.inference.embedded.request import Finished, Progress, Request, TokenIds, check_request
 from furlong.inference.embedded.slot_batch import EngineStats, KvPolicy, SlotBatch
-from furlong.inference.embedded.structured import Grammars
+from furlong.inference.embedded.structured import Grammar, Grammars
 from furlong.inference.embedded.weight_table import WeightLoad
 from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
 from furlong.models.hf_config import load_config
@@ -311,6 +311,15 @@ class EmbeddedEngine(Engine):
         finally:
             tokens.set_abort(None)
 
+    async def grammar_of(self, params: SamplingParams) -> Grammar | None:
+        """Return the grammar of a new request; None without a schema. Raises RequestError."""
+        if params.json_schema is None:
+            return None
+        return await asyncio.to_thread(self._grammars.compile, params.json_schema, self._stop_ids(params))
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids))))
+
     async def submit(
         self,
         prompt: Sequence[int],
@@ -334,10 +343,8 @@ class EmbeddedEngine(Engine):
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Finished] = loop.create_future()
         seed = params.sampling_seed
-        stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids))))
-        grammar = None
-        if params.json_schema is not None:
-            grammar = await asyncio.to_thread(self._grammars.compile, params.json_schema, stop_ids)
+        stop_ids = self._stop_ids(params)
+        grammar = await self.grammar_of(params)
         request = Request(
             rid=rid if rid is not None else f"furlong-{number}",
             session=session,

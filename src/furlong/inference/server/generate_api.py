@@ -176,15 +176,16 @@ class ServerContext:
 
     async def check(self, requests: Sequence[GenerateRequest]) -> None:
         """Raise RequestError for an invalid request, and RefusedError (429) if the queue is full."""
+        # Samples of a prompt share its ids; their parameters differ in the seed.
+        distinct = {(id(request.ids), request.params_id): request for request in requests}
 
         def check_each() -> None:
-            seen: set[tuple[int, int]] = set()
-            for request in requests:  # samples of a prompt share its ids; their parameters differ in the seed
-                if (key := (id(request.ids), request.params_id)) not in seen:
-                    seen.add(key)
-                    self.engine.check(request.ids, request.params)
+            for request in distinct.values():
+                self.engine.check(request.ids, request.params)
 
         await off_loop(sum(len(request.ids) for request in requests) * 8, check_each)
+        for params in {request.params_id: request.params for request in distinct.values()}.values():
+            await self.engine.grammar_of(params)  # a stream that has begun cannot be refused
         self.check_room(len(requests))
 
     def check_room(self, num_samples: int) -> None:

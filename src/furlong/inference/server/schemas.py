@@ -86,7 +86,8 @@ def read_fields(
             known[name] = read_fields(objects[name], value, f"{path}{name}.", ignored=ignored) if is_object else value  # pyright: ignore[reportUnknownArgumentType]
         elif name in kind.ONLY:
             if not (_is_off(value) and value is not False) and not any(_same(value, each) for each in kind.ONLY[name]):
-                raise RequestError(f"{path}{name} is {quote(value)}, which is not supported here; remove it")
+                text = f"{path}{name} is {quote(value)}, which is not supported here; remove it"
+                raise RequestError(text, f"{path}{name}")
         elif name not in kind.IGNORED and (ignored is None or not _is_off(value)):
             if ignored is None:
                 check_unknown(f"{path}{name}", value)
@@ -114,7 +115,8 @@ def check_unknown(name: str, value: Any) -> None:
     Routers send every field that they know, most of them null, false or empty.
     """
     if not _is_off(value):
-        raise RequestError(f"{quote(name)[1:-1]} is not a field of this endpoint; remove it")
+        shown = quote(name)[1:-1]
+        raise RequestError(f"{shown} is not a field of this endpoint; remove it", shown)
 
 
 def _is_off(value: Any) -> bool:
@@ -130,30 +132,32 @@ def convert(value: Any, kind: type[S], path: str = "") -> S:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise RequestError(_refusal(str(error), value, path)) from None
+        raise RequestError(*_refusal(str(error), value, path)) from None
     except RecursionError:
         raise RequestError(f"{path or 'the body'} is nested too deeply; flatten it") from None
 
 
-def _refusal(error: str, value: Any, path: str) -> str:
-    """Return msgspec's error in our form: field, value, what it must be."""
+def _refusal(error: str, value: Any, path: str) -> tuple[str, str | None]:
+    """Return msgspec's error in our form, field, value, what it must be; and the field."""
     text, _, at = error.partition(" - at `$")
     at = at.rstrip("`")
     name = (path + at.removeprefix(".")) if not at.startswith("[") else path.rstrip(".") + at
     if missing := re.match(r"Object missing required field `(\w+)`", text):
-        return f"{f'{name}.' if at else path}{missing[1]} is missing"
+        name = f"{f'{name}.' if at else path}{missing[1]}"
+        return f"{name} is missing", name
     for step in re.findall(r"\w+|\.\.\.", at):
         if isinstance(value, dict):
             value = value.get(step)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         elif isinstance(value, list) and step.isdecimal():
             value = value[int(step)]  # pyright: ignore[reportUnknownVariableType]
-    name = name or path.rstrip(".") or "the body"
+    param = name or path.rstrip(".") or None
+    name = param or "the body"
     if not text.startswith("Expected "):
-        return f"{name} is {quote(value)}, which is not supported here"
+        return f"{name} is {quote(value)}, which is not supported here", param
     expected = text.removeprefix("Expected ").partition(", got")[0].replace(" | null", "").replace("`", "")
     if "regex" in expected:
         expected = "printable text"
-    return f"{name} is {quote(value)}, must be {expected.replace('array', 'a list')}"
+    return f"{name} is {quote(value)}, must be {expected.replace('array', 'a list')}", param
 
 
 _QUOTES = reprlib.Repr()

@@ -161,12 +161,20 @@ def reply_of_error(http: Request, error: Exception) -> Response:
     elif not isinstance(error, EngineError | RolloutError):
         logger.error("%s %s", http.method, http.url.path[:200], exc_info=error)
         text = f"{type(error).__name__}: {error}; the log of the engine has the traceback"
-    response = error_response(http.url.path, text, status_of(error), getattr(error, "api_code", None))
+    body = error_body(http.url.path, text, status_of(error), *details_of(error))
+    response = json_response(body, status_of(error))
     response.headers.update(getattr(error, "headers", {}))
     return response
 
 
-def error_body(path: str, message: str, status: int, code: str | None = None) -> dict[str, Any]:
+def details_of(error: Exception) -> tuple[str | None, str | None]:
+    """Return the code of an error in OpenAI's API, and the field that it is about."""
+    return getattr(error, "api_code", None), getattr(error, "param", None)
+
+
+def error_body(
+    path: str, message: str, status: int, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
     """Return the body of an error, in the form of Anthropic for its path, and of OpenAI otherwise."""
     text = shorten(message, MESSAGE_CHARS).encode("utf-8", "replace").decode()
     if "/messages" in path:
@@ -175,7 +183,7 @@ def error_body(path: str, message: str, status: int, code: str | None = None) ->
         return {"type": "error", "error": {"type": kind, "message": text}}
     kind = "invalid_request_error" if status < 500 else "server_error"
     code = "rate_limit_exceeded" if status == 429 and code is None else code
-    return {"error": {"message": text, "type": kind, "param": None, "code": status if code is None else code}}
+    return {"error": {"message": text, "type": kind, "param": param, "code": status if code is None else code}}
 
 
 def error_response(path: str, message: str, status: int, code: str | None = None) -> Response:

@@ -16,7 +16,7 @@ from furlong.config.evaluation import used_eval_specs
 from furlong.config.facts import returns_routes
 from furlong.config.sections import Config
 from furlong.core.addresses import host_and_port, is_loopback
-from furlong.core.process_environment import API_KEY_VARIABLE, api_key_environment
+from furlong.core.process_environment import API_KEY_VARIABLE, KEY, api_key_environment
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.supervisor.process import HostGpus
 from furlong.models.quantized_folder import is_quantized
@@ -122,7 +122,8 @@ class SglangLaunch(Launch):
             values |= {"nnodes": len(placement), "node_rank": node}
         if self.role != "regular":
             values |= {"disaggregation_mode": self.role, "disaggregation_bootstrap_port": ports.bootstrap}
-        return [*module_command("sglang.launch_server", self.api_key), *argv_from_options(values | dict(self.options))]
+        options = {"api_key": KEY if self.api_key else None, **values, **self.options}
+        return [*module_command("sglang.launch_server", self.api_key), *argv_from_options(options)]
 
     def environment(self, gpus: HostGpus) -> Mapping[str, str]:
         """Return the variables to add to its environment.
@@ -244,7 +245,7 @@ def key_problem(key: str | None, who: str, address: str) -> str | None:
 
 
 def module_command(module: str, key: str | None) -> list[str]:
-    """Return the command of a module that takes an `--api-key`; the key itself is in `api_key_environment`."""
+    """Return the command of a module whose arguments may have KEY for the key in `api_key_environment`."""
     return [sys.executable, "-m", *(["furlong.inference.supervisor.with_api_key"] if key else []), module]
 
 

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from furlong.config.sections import Config
 from furlong.core.addresses import host_and_port
-from furlong.core.process_environment import api_key_environment
+from furlong.core.process_environment import KEY, api_key_environment
 from furlong.errors import ENGINE_HANGS, ConfigError, EngineError, Loss
 from furlong.inference.sglang.answers import reading
 from furlong.inference.sglang.server import PROBE_S, ServerInfo, SglangServer
@@ -191,7 +191,8 @@ async def _prepare(process: ServerProcess, server: SglangServer, min_context_len
 class SglangRouter:
     """The process of a router. `options` are those of sglang-router; they override `ROUTER_OPTIONS`.
 
-    With `is_split` some engines prefill and others decode, and the router pairs one of each for a request.
+    With `is_split` some engines prefill and others decode, and the router pairs one of each for a request. api_key:
+    that all clients send; None for no key, and then requests that add or remove engines need the `control_key`.
     """
 
     host: Host
@@ -200,6 +201,7 @@ class SglangRouter:
     concurrency: int
     timeout_s: float = 14400.0
     api_key: str | None = None
+    control_key: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_split: bool = False
     _port: int | None = field(default=None, init=False)
@@ -224,18 +226,21 @@ class SglangRouter:
             "request_timeout_secs": int(self.timeout_s),
             "pd_disaggregation": self.is_split,
         }
-        command = module_command("sglang_router.launch_router", self.api_key)
+        key = self.api_key or self.control_key
+        if self.api_key:
+            values["api_key"] = KEY
+        elif self.control_key:
+            values["control_plane_api_keys"] = f"run:furlong:admin:{KEY}"
+        command = module_command("sglang_router.launch_router", key)
         command += argv_from_options({**ROUTER_OPTIONS, **self.options, **values})
         logger.info("router: %s", shlex.join(command))
-        process = await self.host.start(
-            command, env=api_key_environment(self.api_key), log=self.log, ports=[http, prometheus]
-        )
+        process = await self.host.start(command, env=api_key_environment(key), log=self.log, ports=[http, prometheus])
         url = f"http://{host_and_port(self.host.address, http)}"
-        self._process = ServerProcess("the router", url, [process], self.api_key)
+        self._process = ServerProcess("the router", url, [process], key)
         self._client = SglangServer(
             url,
             ServerInfo.read({}),
-            api_key=self.api_key,
+            api_key=key,
             concurrency=self.concurrency,
             timeout_s=self.timeout_s,
             busy=(FAILED,),

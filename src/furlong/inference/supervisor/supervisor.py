@@ -22,6 +22,7 @@ import torch
 
 from furlong.config.engine_groups import engine_groups, engine_parts, is_split, served_models
 from furlong.config.sections import Config
+from furlong.core.text import random_key
 from furlong.core.transports import transport_spec
 from furlong.errors import (
     ENGINE_EXITED,
@@ -525,6 +526,7 @@ def _build_routers(config: Config, log_dir: Path, api_key: str | None) -> dict[s
             concurrency=cluster.sglang_server_concurrency * model.num_engines,
             timeout_s=cluster.sglang_router_request_timeout_secs,
             api_key=api_key,
+            control_key=cluster.sglang_api_key or random_key("ek"),
             options=engines.router_options,
             is_split=is_split(model.groups),
         )

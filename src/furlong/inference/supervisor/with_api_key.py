@@ -1,7 +1,7 @@
-"""Run a module like `python -m`, with its `--api-key` from the environment: FURLONG_API_KEY=KEY python -m ... MODULE.
+"""Run a module like `python -m`, with a key from the environment in place of {KEY} in its arguments.
 
-SGLang 0.5.16 and sglang-router only take the key on the command line, where `ps` shows it to every user of the machine,
-and SGLang logs it with its settings. A module, because child processes that are spawned need one.
+SGLang 0.5.16 and sglang-router only take keys on the command line, where `ps` shows them to every user of the machine,
+and SGLang logs its own with its settings. A module, because child processes that are spawned need one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import runpy
 import sys
 from typing import Any
 
-from furlong.core.process_environment import API_KEY_VARIABLE
+from furlong.core.process_environment import API_KEY_VARIABLE, KEY
 
 if __name__ == "__main__":
     key = os.environ.pop(API_KEY_VARIABLE)  # child processes do not need it
@@ -24,5 +24,5 @@ if __name__ == "__main__":
         return make_record(name, level, path, line, message, *args, **kwargs)
 
     logging.setLogRecordFactory(_masked)
-    sys.argv = [*sys.argv[1:], f"--api-key={key}"]
+    sys.argv = [word.replace(KEY, key) for word in sys.argv[1:]]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

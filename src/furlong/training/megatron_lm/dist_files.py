@@ -13,6 +13,7 @@ import io
 import json
 import math
 import pickle
+import pickletools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -104,7 +105,11 @@ class _IndexUnpickler(pickle.Unpickler):
 @lru_cache(maxsize=1)
 def _index(path: Path, _mtime_ns: int, _size: int) -> dcp.Metadata:
     """Return the content of an index; cached, as a large one takes seconds. Raises one of many errors for others."""
-    index = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
+    data = path.read_bytes()
+    for opcode, argument, _ in pickletools.genops(data):  # Python allocates what a pickle announces
+        if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(data):
+            raise CheckpointError("it is damaged: it refers to more objects than it can contain")
+    index = _IndexUnpickler(io.BytesIO(data)).load()
     if not isinstance(index, dcp.Metadata) or not isinstance(index.storage_data, dict):
         raise CheckpointError("it is no index")
     for info in cast("dict[dcp.MetadataIndex, _StorageInfo]", index.storage_data).values():
