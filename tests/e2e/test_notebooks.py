@@ -22,6 +22,7 @@ asyncio.run(run())
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_cells_of_a_notebook_run(notebook, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ class LoopbackHub:
     repositories: dict[str, dict[str, Path]] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     gated: set[str] = field(default_factory=set)
+    delay_s: float = 0.0
 
     def add(self, kind: str, name: str, folder: Path, revision: str = "main") -> str:
         """Serve a folder as a revision; returns its commit, by which it is served, too."""
@@ -35,6 +37,7 @@ class LoopbackHub:
     def reply(self, method: str, target: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
         """Answer a request with status, headers and content."""
         self.requests.append(f"{method} {target}")
+        time.sleep(self.delay_s)
         parts = unquote(urlsplit(target).path).strip("/").split("/")
         is_api, parts = parts[0] == "api", parts[parts[0] == "api" :]
         if parts[0] not in ("models", "datasets"):

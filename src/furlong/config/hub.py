@@ -17,6 +17,8 @@ import os
 import re
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +45,8 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _BUILDERS = ("parquet", "json", "csv", "arrow", "text")  # readers of datasets that decode no pickle and no media
 _FORM = "write OWNER/NAME:SPLIT or OWNER/NAME:SPLIT?config=NAME"
 _PROMPT_DATA = re.compile(r"[?&]prompt_data=([^&]*)")  # in a value of --environment
+
+REPORT_S = 30.0  # between two lines about a download
 
 Commits = Mapping[str, str]  # by `HubName.key`
 
@@ -238,9 +242,9 @@ def _model_folder(name: HubName, revision: str, weights: bool) -> Path:
         folder = Path(download(local_files_only=True))
         if _is_complete(folder, weights):
             return folder
-    _report(f"downloading {name.id} ({revision}) from the Hub")
     try:
-        folder = Path(download())
+        with _reported(f"downloading {name.id} ({revision}) from the Hub"):
+            folder = Path(download())
     except Exception as error:
         if _is_unreachable(error):
             raise _not_cached(name, error) from error
@@ -276,13 +280,13 @@ def _data_folder(name: HubName, revision: str) -> Path:
         import datasets
     except ModuleNotFoundError as error:
         raise ConfigError("needs the package datasets, which is not installed; pip install datasets") from error
-    _report(f"reading the data set {name.id} ({revision}) from the Hub")
     try:
-        builder: Any = datasets.load_dataset_builder(name.id, name.config or None, revision=revision)
-        kind = type(builder).__module__.rpartition(".")[2]
-        if kind not in (*_BUILDERS, "cache"):
-            raise ConfigError(f"its files are of the kind {kind}; choose one of {', '.join(_BUILDERS)}")
-        builder.download_and_prepare()
+        with _reported(f"reading the data set {name.id} ({revision}) from the Hub"):
+            builder: Any = datasets.load_dataset_builder(name.id, name.config or None, revision=revision)
+            kind = type(builder).__module__.rpartition(".")[2]
+            if kind not in (*_BUILDERS, "cache"):
+                raise ConfigError(f"its files are of the kind {kind}; choose one of {', '.join(_BUILDERS)}")
+            builder.download_and_prepare()
     except ConfigError:
         raise
     except Exception as error:
@@ -310,8 +314,27 @@ def _data_folder(name: HubName, revision: str) -> Path:
     return folder
 
 
-def _report(text: str) -> None:
+@contextlib.contextmanager
+def _reported(what: str) -> Generator[None]:
+    """Print what is done, and, where the libraries show no progress bar, how long it takes. Nothing if offline."""
     from huggingface_hub import constants
 
-    if not constants.HF_HUB_OFFLINE:
-        log_stream().write(f"furlong: {text}\n")
+    if constants.HF_HUB_OFFLINE:
+        yield
+        return
+    stream, started, is_done = log_stream(), time.monotonic(), threading.Event()
+    stream.write(f"furlong: {what}\n")
+
+    def report() -> None:
+        while not is_done.wait(REPORT_S):
+            stream.write(f"furlong: {what}: {time.monotonic() - started:.0f} s so far\n")
+
+    thread = threading.Thread(target=report, name="furlong-hub", daemon=True)
+    if not stream.isatty():
+        thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        if thread.ident is not None:
+            thread.join()

@@ -924,7 +924,8 @@ class TrainFlags(TypedDict, total=False):
     reward_timeout: float
     """Timeout of a reward call, in seconds."""
     generate_timeout: float | None
-    """Timeout of the generation of one sample, in seconds. Default: no timeout."""
+    """Timeout of the generation of one sample, in seconds: the sample fails, and an agent counts as crashed. --episode-
+    timeout ends an episode and trains on what it sampled. Default: no timeout."""
     check_for_nan_in_loss_and_grad: bool
     """If False: skip and count optimizer steps with a non-finite gradient. Without this flag such a step is an
     error."""

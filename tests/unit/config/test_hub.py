@@ -104,6 +104,16 @@ def test_a_model_is_downloaded_once_without_pickle_and_code(hub, repository, mon
     assert resolve_model("--hf-checkpoint", "o/m") == str(folder)
 
 
+def test_a_download_is_reported_where_no_bar_shows_it(hub, repository, monkeypatch, capsys):
+    hub.add("models", "o/m", repository)
+    monkeypatch.setattr("furlong.config.hub.REPORT_S", 0.01)
+    monkeypatch.setattr(hub, "delay_s", 0.03)
+    resolve_model("--hf-checkpoint", "o/m")
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == "furlong: downloading o/m (main) from the Hub"
+    assert second == f"{first}: 0 s so far"
+
+
 def test_a_revision_and_a_model_without_weights(hub, repository, tmp_path):
     hub.add("models", "o/m", repository)
     other = tmp_path / "other"
