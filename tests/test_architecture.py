@@ -74,7 +74,7 @@ BUDGET = {
     "chat": 1365,
     "cluster": 1530,
     "commands": 1880,
-    "config": 6720,
+    "config": 6760,
     "core": 4185,
     "data": 2840,
     "diagnosis": 5760,

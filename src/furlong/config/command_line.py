@@ -20,7 +20,7 @@ from furlong.config.compat import FURLONG_NAMES, VERL_KEYS, find_refusal
 from furlong.config.config_file import FlagValues, is_engine_option, read_config_file, values_from_mapping
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import looks_like_a_flag, many_from_equals, value_from_words, words_from_value
-from furlong.config.hub import resolve_config
+from furlong.config.hub import LocalCopies, resolve_config
 from furlong.config.miles_flags import MILES_FLAGS, MilesFlag
 from furlong.config.named_parts import select_parts
 from furlong.config.passthrough import FIELDS, value_of
@@ -40,18 +40,18 @@ class Resolved:
     """A complete configuration and the source of each value.
 
     `sources` maps a field to "flag", "keyword", "file NAME", "default", "entry point" or "derived: why". `lines` are
-    for the log: parts of the run that values of flags have selected by slime's names. `hub`: commits of names on the
-    Hub, whose local copies are in `config`.
+    for the log: parts of the run that values of flags have selected by slime's names. `hub`: names on the Hub, whose
+    local copies are in `config`.
     """
 
     config: Config
     sources: Mapping[str, str]
     lines: tuple[str, ...] = ()
-    hub: Mapping[str, str] = field(default_factory=dict[str, str])
+    hub: LocalCopies = field(default_factory=LocalCopies)
 
     def to_json(self) -> str:
         """Return the text of `config.json` in the run directory, without secrets."""
-        hub = {"hub": dict(self.hub)} if self.hub else {}
+        hub = {"hub": self.hub.commits} if self.hub.commits else {}
         content = {"config": _without_secrets(self.config), "sources": dict(self.sources), **hub}
         return json.dumps(content, indent=2) + "\n"
 
@@ -118,10 +118,10 @@ def examine(
 
 def with_local_copies(resolved: Resolved, *, weights: bool) -> tuple[Resolved, list[Problem]]:
     """Replace names on the Hub by local copies. Returns the problems, and keeps the names that have one."""
-    copies, commits, problems = resolve_config(resolved.config, weights=weights)
-    config = config_from_values(copies, resolved.config)
-    lines = [f"{name} on the Hub: commit {commit}" for name, commit in commits.items()]
-    return dataclasses.replace(resolved, config=config, lines=(*resolved.lines, *lines), hub=commits), problems
+    copies = resolve_config(resolved.config, weights=weights)
+    config = config_from_values(copies.values, resolved.config)
+    lines = (*resolved.lines, *(f"{name} on the Hub: commit {commit}" for name, commit in copies.commits.items()))
+    return dataclasses.replace(resolved, config=config, lines=lines, hub=copies), copies.problems
 
 
 def argv_from_config(config: Config) -> list[str]:
@@ -133,12 +133,14 @@ def argv_from_config(config: Config) -> list[str]:
 
 
 def command_of(resolved: Resolved) -> str:
-    """Return the command of a run: what flags, keywords and files have set, without secrets."""
+    """Return the command of a run: what flags, keywords and files have set, without secrets, with names on the Hub."""
     words = ["furlong", "train"]
     for spec in flag_specs(Config).values():
         source = resolved.sources[spec.field]
         if not spec.is_secret and not source.startswith(("default", "derived")):
             words += words_from_value(spec, spec.value_in(resolved.config))
+    for path, name in resolved.hub.names.items():
+        words = [word.replace(path, name) for word in words]
     return redact_credentials(shlex.join(words))
 
 

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote_plus, unquote_plus
@@ -65,6 +65,12 @@ class HubName:
     def key(self) -> str:
         """The repository and revision, by which a run records the commit."""
         return f"{self.kind} {self.id}@{self.revision}"
+
+    @property
+    def text(self) -> str:
+        """The name as a value of a flag."""
+        split, config = self.split and f":{self.split}", self.config and f"?config={self.config}"
+        return f"{self.id}@{self.revision}{split}{config}"
 
 
 def hub_name(text: str, kind: str) -> HubName | None:
@@ -114,24 +120,29 @@ def resolve_data(flag: str, text: str, commits: Commits | None = None) -> str:
         return str(folder) + text.removeprefix(split_slice(text)[0])
 
 
-def resolve_config(config: Config, *, weights: bool = True) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
-    """Resolve all flags that are names on the Hub. Returns new values by field, commits by key, and problems.
+@dataclass
+class LocalCopies:
+    """Values by field with local copies in place of names. commits: by key. names: with the commit, by local path."""
 
-    A run that resumes uses the commits that its checkpoint has recorded.
-    """
-    values: dict[str, Any] = {}
-    commits: dict[str, str] = {}
-    problems: list[Problem] = []
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    commits: dict[str, str] = field(default_factory=dict[str, str])
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    problems: list[Problem] = field(default_factory=list[Problem])
+
+
+def resolve_config(config: Config, *, weights: bool = True) -> LocalCopies:
+    """Resolve all flags that are names on the Hub. A run that resumes uses the commits that its checkpoint records."""
+    copies = LocalCopies()
     recorded: Commits | None = None
-    for field, spec in flag_specs(Config).items():
+    for flag, spec in flag_specs(Config).items():
         value = spec.value_in(config)
-        if not spec.hub or not value or (field == "load" and value == config.checkpoint.save):
+        if not spec.hub or not value or (flag == "load" and value == config.checkpoint.save):
             continue
         words = [str(word) for word in (value if isinstance(value, tuple) else (value,))]
         resolved = list(words)
         for place, word in enumerate(words):
             head, text, tail = "", word, ""
-            if field == "environment":
+            if flag == "environment":
                 if (part := _PROMPT_DATA.search(word)) is None:
                     continue
                 head, text, tail = word[: part.start(1)], unquote_plus(part[1]), word[part.end() :]
@@ -144,14 +155,15 @@ def resolve_config(config: Config, *, weights: bool = True) -> tuple[dict[str, A
                     is_model = spec.hub == "model"
                     folder = _model_folder(name, revision, weights) if is_model else _data_folder(name, revision)
             except ConfigError as error:
-                problems += [Problem(problem, _ROWS.get(field, "")) for problem in error.problems]
+                copies.problems += [Problem(problem, _ROWS.get(flag, "")) for problem in error.problems]
                 continue
-            commits[name.key] = folder.name if is_model else folder.parent.name
+            commit = copies.commits[name.key] = folder.name if is_model else folder.parent.name
+            copies.names[str(folder)] = replace(name, revision=commit).text
             path = str(folder) + text.removeprefix(split_slice(text)[0])
-            resolved[place] = head + (quote_plus(path, safe="/") if field == "environment" else path) + tail
+            resolved[place] = head + (quote_plus(path, safe="/") if flag == "environment" else path) + tail
         if resolved != words:
-            values[field] = tuple(resolved) if isinstance(value, tuple) else resolved[0]
-    return values, commits, problems
+            copies.values[flag] = tuple(resolved) if isinstance(value, tuple) else resolved[0]
+    return copies
 
 
 _ROWS = {"hf_checkpoint": "CKPT07", "load": "CKPT01", "ref_load": "CKPT01"}  # of the diagnoses

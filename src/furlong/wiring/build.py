@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -145,7 +145,7 @@ def _build(context: RunContext, resolved: Resolved, opened: contextlib.ExitStack
     specs = used_eval_specs(config)
     if (inputs := build_inputs(context)) is not None:
         opened.callback(inputs.close)
-    checkpoints = build_checkpoints(context, inputs, command_of(resolved), resolved.hub)
+    checkpoints = build_checkpoints(context, inputs, resolved)
     ledger = build_ledger(context, checkpoints.peek())
     opened.callback(ledger.close)
     source = build_source(context, ledger)
@@ -265,18 +265,14 @@ def build_schedule(context: RunContext, source: DataSource, *, has_eval: bool) -
     )
 
 
-def build_checkpoints(
-    context: RunContext, inputs: RunInputs | None, command: str, hub: Mapping[str, str]
-) -> Checkpoints:
+def build_checkpoints(context: RunContext, inputs: RunInputs | None, resolved: Resolved) -> Checkpoints:
     """Build the loader and saver of checkpoints, which compares and records `inputs`."""
     config = context.config
     flags, template = config.checkpoint, config.data.chat_template_path
     export = flags.save_hf if "{rollout_id}" in (flags.save_hf or "") else None
     chat_template = None if template is None else read_template(template)
 
-    folder = str(config.rollout.hf_checkpoint)
-    names = [key.split()[1].partition("@")[0] for key, commit in hub.items() if Path(folder).name == commit]
-    base = names[0] if names else folder
+    names = resolved.hub.names
 
     def finish_export(folder: Path) -> None:
         if chat_template is not None:
@@ -287,10 +283,10 @@ def build_checkpoints(
         write_card(
             folder,
             name=str(config.track.run_name),
-            base=base,
+            base=names.get(str(config.rollout.hf_checkpoint), str(config.rollout.hf_checkpoint)),
             algorithm="sft" if is_sft else config.algo.advantage_estimator,
-            command=command,
-            data=files,
+            command=command_of(resolved),
+            data={names.get(file, file): use for file, use in files.items()},
             steps=read_steps(context.folder),
         )
 
@@ -303,7 +299,7 @@ def build_checkpoints(
         start=config.data.start_rollout_id,
         in_background=flags.async_save,
         inputs=inputs,
-        hub=hub,
+        hub=resolved.hub.commits,
         hf_folder=_folder_of_step(export),
         critic_folder=_folder_of_step(critic_settings(config).save) if config.algo.uses_critic else None,
         model_folder=model_folder(config, context.folder),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from furlong.config.checks.value_checks import model_problem, prompt_file_problem
-from furlong.config.command_line import examine
+from furlong.config.command_line import command_of, examine
 from furlong.config.hub import HubName, hub_name, resolve_model
 from furlong.errors import ConfigError
 from loopback_hub import LoopbackHub, loopback_hub, use_hub
@@ -207,8 +207,10 @@ def test_flags_get_local_copies_and_the_commit_is_recorded(hub, tmp_path, reposi
     assert config.eval.eval_prompt_data == ("test", f"{rows}/main/test@[:9]")
     assert config.session.environment == (f"e.py:E?prompt_data={rows}/main/test&n=2",)
     assert config.track.run_name == "grpo-m"
-    assert resolved.hub == {"model o/m@main": commit, "dataset d/s@v1": "v1", "dataset d/s@main": "main"}
-    assert json.loads(resolved.to_json())["hub"] == resolved.hub
+    recorded = {"model o/m@main": commit, "dataset d/s@v1": "v1", "dataset d/s@main": "main"}
+    assert json.loads(resolved.to_json())["hub"] == recorded
+    assert command_of(resolved).startswith(f"furlong train --hf-checkpoint=o/m@{commit} ")
+    assert "'--prompt-data=d/s@v1:train?config=main'" in command_of(resolved)
     assert [problem.row for problem in problems if problem.startswith("--ref-load")] == ["CKPT01"]
 
 
