@@ -69,13 +69,13 @@ ALLOWED |= {
 }
 # Lines of Python per package, "furlong" for the modules that are in none.
 BUDGET = {
-    "algo": 1350,
+    "algo": 1380,
     "catalogue": 1240,
     "chat": 1365,
     "cluster": 1530,
     "commands": 1880,
-    "config": 6760,
-    "core": 4185,
+    "config": 6790,
+    "core": 4210,
     "data": 2840,
     "diagnosis": 5760,
     "environments": 1200,
@@ -97,7 +97,7 @@ BUDGET = {
     "slime_api": 995,
     "tools": 3559,
     "tracking": 1120,
-    "training": 9370,
+    "training": 9400,
     "transfer": 710,
     "view": 1530,
     "weight_sync": 2000,

@@ -77,6 +77,7 @@ def test_run_killed_eight_times_ends_like_one_that_was_not(seed, changes, model,
         "rm_type": None,
         "custom_rm_path": f"{tmp_path}/reward.py:reward_func",
         "num_reward_workers": 1,
+        "lr_decay_style": "constant",  # the children run train.py, which has Megatron's default
     } | changes
     if "eval_interval" in changes:
         options["eval_prompt_data"] = ["held_out", write_prompts(tmp_path / "held_out.jsonl", 3)]

@@ -25,6 +25,9 @@ ESTIMATORS = {
     "rloo": {},
     "dr_grpo": {},
     "dapo": {"overlong_buffer_len": 4, "overlong_penalty_factor": 0.5},
+    "ppo": {**WHITENED, "kl_coef": 0.1, "gamma": 0.99, "lambd": 0.95, "critic_lr": 1e-2},
+    "vapo": WHITENED,
+    "sao": {"n_samples_per_prompt": 1, "rollout_batch_size": 16, "async_buffer_size": 1},
 }
 VARIANTS = {
     "kl_k1": {**KL_LOSS, "kl_loss_type": "k1"},
@@ -33,6 +36,7 @@ VARIANTS = {
     "kl_low_var": {**KL_LOSS, "kl_loss_type": "low_var_kl", "ref_update_interval": 1},
     "entropy": {"entropy_coef": 0.01, "use_rollout_entropy": True},
     "dual_clip": {"eps_clip_c": 3, "global_batch_size": 4},
+    "critic_of_stale_samples": {"advantage_estimator": "ppo", "async_buffer_size": 1, "debug_determinism": True},
     "per_token": {"calculate_per_token_loss": True},
     "constant_len": {"loss_constant_len": 8},
     "no_std": {"disable_grpo_std_normalization": True},

@@ -7,7 +7,7 @@ N samples, R response tokens, S sequences. `normalize_rewards` runs once over a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -104,7 +104,7 @@ class AdvantageInputs:
 
     rewards_S: after group normalization; mask_R: float; seq_of_R: non-decreasing sequence index; kl_R: KL estimate of
     each token against the reference, None if the KL coefficient is 0. values_R: the critic's prediction before each
-    token, None without a critic; lambd: of the generalized advantage estimate.
+    token, None without a critic; lambd: of the generalized advantage estimate, or one for each sequence [S].
     """
 
     rewards_S: Tensor
@@ -114,7 +114,7 @@ class AdvantageInputs:
     kl_coef: float
     gamma: float
     values_R: Tensor | None = None
-    lambd: float = 1.0
+    lambd: float | Tensor = 1.0
 
     @property
     def kl_penalty(self) -> Tensor:
@@ -161,9 +161,17 @@ def gae_advantages(inputs: AdvantageInputs) -> Tensor:
     next_K[:-1] = torch.where(seq_of_K[1:] == seq_of_K[:-1], values_K[1:], 0.0)
     delta_K = token_rewards(inputs)[kept_K].double() + inputs.gamma * next_K - values_K
     advantages_R = torch.zeros_like(inputs.values_R)
-    summed_K = discounted_returns(delta_K, seq_of_K, gamma=inputs.gamma * inputs.lambd)
+    lambd = inputs.lambd[seq_of_K] if isinstance(inputs.lambd, Tensor) else inputs.lambd
+    summed_K = discounted_returns(delta_K, seq_of_K, gamma=inputs.gamma * lambd)
     advantages_R[kept_K] = summed_K.to(advantages_R.dtype)
     return advantages_R
+
+
+def length_lambdas(inputs: AdvantageInputs, alpha: float) -> Tensor:
+    """Return 1 - 1 / (alpha l) for each sample of l trained tokens, at least 0, [S] (VAPO, arXiv:2504.05118 eq. 7)."""
+    lengths_S = torch.zeros(len(inputs.rewards_S), dtype=torch.float64, device=inputs.mask_R.device)
+    lengths_S.index_add_(0, inputs.seq_of_R, (inputs.mask_R > 0).double())
+    return (1 - 1 / (alpha * lengths_S.clamp_min(1))).clamp_min(0)
 
 
 def token_rewards(inputs: AdvantageInputs) -> Tensor:
@@ -189,8 +197,10 @@ ADVANTAGES: Mapping[str, Callable[[AdvantageInputs], Tensor]] = {
 }
 
 
-def discounted_returns(rewards_R: Tensor, seq_of_R: Tensor, *, gamma: float) -> Tensor:
+def discounted_returns(rewards_R: Tensor, seq_of_R: Tensor, *, gamma: float | Tensor) -> Tensor:
     """Return the discounted sum of rewards from each token to the end of its sequence, [R].
+
+    `gamma` is one number, or one for each token [R] that is the same within a sequence.
 
     Segmented suffix scan by doubling: after k rounds each token has the sum of the next 2^k tokens of its sequence, so
     it takes log2(longest response) vector operations. Accumulates in float64.
@@ -202,7 +212,8 @@ def discounted_returns(rewards_R: Tensor, seq_of_R: Tensor, *, gamma: float) -> 
     reach = 1
     while reach < longest:
         same_R = seq_of_R[reach:] == seq_of_R[:-reach]
-        step_R = torch.where(same_R, total_R[reach:], 0.0) * gamma**reach
+        factor = gamma**reach if isinstance(gamma, float | int) else gamma[:-reach].double() ** reach
+        step_R = torch.where(same_R, total_R[reach:], 0.0) * factor
         total_R = torch.cat([total_R[:-reach] + step_R, total_R[-reach:]])
         reach *= 2
     return total_R.to(rewards_R.dtype)
@@ -258,11 +269,11 @@ def token_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Return advantage and return of each response token of S concatenated responses, [R] each.
 
-    The return is what the critic learns to predict: the advantage before whitening plus the value, 0 at masked tokens.
-    Without a critic's `values_R` it is the advantage. `reduce` sums over the ranks with the rest of the rollout; only
-    --normalize-advantages calls it, twice, on every rank. `old_log_probs_R` (the trainer's, or the engine's with
-    --use-rollout-logprobs) and `ref_log_probs_R` are read if the algorithm has KL in the reward. Raises DataError if
-    they are missing then.
+    The return is what the critic learns to predict: the advantage at the critic's lambda, before whitening, plus the
+    value; 0 at masked tokens. Without a critic's `values_R` it is the advantage. `reduce` sums over the ranks with the
+    rest of the rollout; only --normalize-advantages calls it, twice, on every rank. `old_log_probs_R` (the trainer's,
+    or the engine's with --use-rollout-logprobs) and `ref_log_probs_R` are read if the algorithm has KL in the reward.
+    Raises DataError if they are missing then.
     """
     row = find_algorithm(flags.advantage_estimator)
     kl_R = None
@@ -274,8 +285,12 @@ def token_advantages(
             )
         kl_R = kl_estimate(old_log_probs_R, ref_log_probs_R, flags.kl_loss_type)
     inputs = AdvantageInputs(rewards_S, mask_R, seq_of_R, kl_R, flags.kl_coef, flags.gamma, values_R, flags.lambd)
-    raw_R = ADVANTAGES[row.advantages](inputs)
+    estimate = ADVANTAGES[row.advantages]
+    adaptive = flags.lambd_length_alpha
+    raw_R = estimate(replace(inputs, lambd=length_lambdas(inputs, adaptive)) if adaptive else inputs)
     advantages_R = whiten(raw_R, mask_R, reduce=reduce) if flags.normalize_advantages else raw_R
     if values_R is None:
         return advantages_R, advantages_R
-    return advantages_R, torch.where(mask_R > 0, raw_R + values_R, 0.0)
+    critic_lambd = flags.lambd if flags.critic_lambd is None else flags.critic_lambd
+    targets_R = estimate(replace(inputs, lambd=critic_lambd))
+    return advantages_R, torch.where(mask_R > 0, targets_R + values_R, 0.0)

@@ -102,9 +102,21 @@ def clipped_weight_loss(inputs: PolicyInputs) -> PolicyTerms:
     return PolicyTerms(loss_R, (weight_R != ratio_R).to(loss_R.dtype))
 
 
+def masked_weight_loss(inputs: PolicyInputs) -> PolicyTerms:
+    """-sg(rho) A log pi where 1 - low <= rho <= 1 + high, 0 elsewhere (SAO, arXiv:2607.07508).
+
+    rho is the ratio to the policy that sampled the token. Tokens outside are masked and not clipped.
+    """
+    ratio_R = bounded_exp(inputs.log_ratio_R.detach())
+    is_masked_R = (ratio_R < 1 - inputs.eps_low) | (ratio_R > 1 + inputs.eps_high)
+    loss_R = torch.where(is_masked_R, 0.0, -ratio_R * inputs.advantages_R * inputs.log_probs_R)
+    return PolicyTerms(loss_R, is_masked_R.to(loss_R.dtype))
+
+
 POLICY_LOSSES: Mapping[str, Callable[[PolicyInputs], PolicyTerms]] = {
     "clipped_ratio": clipped_ratio_loss,
     "clipped_weight": clipped_weight_loss,
+    "masked_weight": masked_weight_loss,
 }
 
 
@@ -116,7 +128,8 @@ class PolicyLoss:
     old policy with use_rollout_logprobs. Raises DataError for a missing column. Values of masked tokens are never used,
     not even multiplied by 0.
 
-    loss = pg_loss - entropy_coef * entropy + kl_loss_coef * kl, each summed with `weight_R`.
+    loss = pg_loss - entropy_coef * entropy + kl_loss_coef * kl, each summed with `weight_R`, + positive_nll_coef * the
+    negative log-likelihood of samples with a reward above 0, summed with the column `positive_weights`.
     """
 
     needs_logits = False
@@ -148,12 +161,16 @@ class PolicyLoss:
             pg_R = torch.where(kept_R > 0, pg_R, 0.0)
             means |= corrected
         pg_loss = (pg_R * weight_R).sum() if self.pg_reducer is None else self.pg_reducer(pg_R, micro)
-        loss = pg_loss
+        loss, sums = pg_loss, {"pg_loss": pg_loss}
         if stats.entropy_R is not None:
             entropy_R = torch.where(keep_R, stats.entropy_R, 0.0)
             means["entropy_loss"] = entropy_R
             if self.entropy_grad:
                 loss = loss - flags.entropy_coef * (entropy_R * weight_R).sum()
+        if flags.positive_nll_coef:
+            nll = -(live_R * column(micro, "positive_weights")).sum()
+            loss = loss + flags.positive_nll_coef * nll
+            sums["positive_nll"] = nll
         if flags.use_kl_loss:
             ref_R = torch.where(keep_R, column(micro, "ref_log_probs"), 0.0)
             ratio_R = bounded_exp(log_ratio_R) if flags.use_unbiased_kl else None
@@ -163,7 +180,7 @@ class PolicyLoss:
                 loss = loss + flags.kl_loss_coef * (kl_R * weight_R).sum()
         if (rollout_R := micro.columns.get("rollout_log_probs")) is not None:
             means |= mismatch_metrics(train_R, rollout_R, micro.mask_R)
-        return loss, loss_metrics(sums={"loss": loss, "pg_loss": pg_loss}, means_R=means, weight_R=weight_R)
+        return loss, loss_metrics(sums={"loss": loss} | sums, means_R=means, weight_R=weight_R)
 
     def _policy_terms(
         self, micro: MicroBatch, live_R: Tensor, log_ratio_R: Tensor, keep_R: Tensor

@@ -219,6 +219,8 @@ def _shares_only_gpu(config: Config, engine: str) -> bool:
 def _algorithm(config: Config, put: Put, n_samples: int) -> None:
     algo, name = config.algo, config.algo.advantage_estimator
     row = find_algorithm(name)
+    for field, value in row.defaults.items():
+        put(field, value, f"{name} ({row.source})")
     is_own_bound = row.eps_clip_high is not None
     put("eps_clip_high", row.upper_clip(algo.eps_clip), f"{name} ({row.source})" if is_own_bound else "--eps-clip")
     if row.aggregation == "token":

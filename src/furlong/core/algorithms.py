@@ -7,9 +7,9 @@ function in `algo/advantage.py` or `algo/policy_loss.py` if none of those there 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from furlong.errors import ConfigError
 
@@ -54,6 +54,7 @@ class Algorithm:
     clips: whether the loss uses the clip bounds.
     kl_in_reward, discounted: whether `kl_coef` and `gamma` apply.
     whitened: whether --normalize-advantages is required.
+    defaults: values of other flags, unless they are given.
     trains: the models that a round trains, in order.
     passes: the forward passes of a round, in order.
     """
@@ -69,6 +70,7 @@ class Algorithm:
     kl_in_reward: bool = False
     discounted: bool = False
     whitened: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     trains: tuple[Role, ...] = ("actor",)
     passes: tuple[Pass, ...] = LOG_PROB_PASSES
 
@@ -83,6 +85,15 @@ class Algorithm:
 
 
 _GRPO = Algorithm("arXiv:2402.03300")
+_PPO = Algorithm(
+    "arXiv:1707.06347",
+    baseline="none",
+    advantages="gae",
+    kl_in_reward=True,
+    discounted=True,
+    trains=("critic", "actor"),
+    passes=(*LOG_PROB_PASSES, Pass("critic", "values", "values")),
+)
 
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": _GRPO,
@@ -94,14 +105,27 @@ ALGORITHMS: dict[str, Algorithm] = {
     "reinforce_plus_plus_baseline": Algorithm(
         "arXiv:2501.03262", baseline="group_mean", advantages="penalized", kl_in_reward=True, whitened=True
     ),
-    "ppo": Algorithm(
-        "arXiv:1707.06347",
-        baseline="none",
-        advantages="gae",
-        kl_in_reward=True,
-        discounted=True,
-        trains=("critic", "actor"),
-        passes=(*LOG_PROB_PASSES, Pass("critic", "values", "values")),
+    "ppo": _PPO,
+    "vapo": replace(
+        _PPO,
+        source="arXiv:2504.05118",
+        aggregation="token",
+        eps_clip_high=0.28,
+        defaults={"critic_lambd": 1.0, "lambd_length_alpha": 0.05, "positive_nll_coef": 0.1},
+    ),
+    "sao": replace(
+        _PPO,
+        source="arXiv:2607.07508",
+        policy="masked_weight",
+        eps_clip_high=3.0,
+        defaults={
+            "eps_clip": 0.8,
+            "use_rollout_logprobs": True,
+            "critic_lambd": 1.0,
+            "lambd_length_alpha": 0.05,
+            "critic_steps_per_rollout": 2,
+            "critic_freeze_params_name_list": (r"\.self_attn\.",),
+        },
     ),
     "rloo": Algorithm("arXiv:2402.14740", baseline="leave_one_out"),
     "dr_grpo": replace(_GRPO, source="arXiv:2503.20783", baseline="group_mean", aggregation="constant"),

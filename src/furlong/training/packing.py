@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal, cast
 
@@ -88,6 +88,11 @@ def split_batch(
     if algo.uses_critic:
         tokens = loss_weights(batch, [step.rows for step in steps], mode="token", constant_len=None)
         whole = whole.with_columns(value_weights=tokens)
+    if algo.positive_nll_coef:
+        is_positive = np.repeat(batch.raw_rewards > 0, batch.response_lengths)
+        positive = replace(batch, loss_masks=(batch.loss_masks * is_positive).astype(np.uint8))
+        tokens = loss_weights(positive, [step.rows for step in steps], mode="token", constant_len=None)
+        whole = whole.with_columns(positive_weights=tokens)
     return [_part(whole, steps, rank) for rank in range(num_ranks)]
 
 

@@ -40,13 +40,15 @@ class MegatronHooks:
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """Where a trained model other than the policy starts, and its optimizer flags.
+    """Where a trained model other than the policy starts, its optimizer flags, and what is not trained.
 
-    folder: a Hugging Face folder or a checkpoint. A critic's head is new if the folder has none.
+    folder: a Hugging Face folder or a checkpoint. A critic's head is new if the folder has none. freeze: regular
+    expressions of parameter names.
     """
 
     folder: Path
     optim: OptimFlags
+    freeze: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,9 @@ class BackendSettings:
 
 ONLY_TRAIN_FLAG, FREEZE_FLAG = "--only-train-params-name-list", "--freeze-params-name-list"
 NOTHING_TRAINED = f"no parameter is trained; check {ONLY_TRAIN_FLAG} and {FREEZE_FLAG}"
+
+
+CRITIC_FREEZE_FLAG = "--critic-freeze-params-name-list"
 
 
 def matching_names(names: Sequence[str], patterns: Sequence[str], flag: str) -> set[str]:

@@ -105,13 +105,15 @@ class RoundHooks:
 class RoleLoss:
     """A model that a round trains, and the loss that it minimizes.
 
-    weights: the column of its token weights. start: the first rollout that trains it.
+    weights: the column of its token weights. start: the first rollout that trains it. repeats: how often it takes the
+    optimizer steps of a rollout.
     """
 
     role: Role
     loss: LossFn
     weights: str = "loss_weights"
     start: int = 0
+    repeats: int = 1
 
     @property
     def prefix(self) -> str:
@@ -245,7 +247,7 @@ class RoundWorker:
             if self._resets_optimizer:
                 self.backend.reset_optimizer(model=each.role)
             with clock.phase(f"{each.role}_train"):
-                trained |= self._steps(batch, steps, part.num_rollouts, each)
+                trained |= self._steps(batch, steps * each.repeats, part.num_rollouts * each.repeats, each)
         for each in self.losses:
             self.observer.end(batch.rollout_id, self.backend.named_weights(model=each.role), each.role)
         interval = self.algo.ref_update_interval

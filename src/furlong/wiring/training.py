@@ -136,7 +136,7 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
     if config.algo.uses_critic:
         flags = critic_settings(config)
         folder = _critic_folder(flags.load) if flags.load is not None else start or context.model_dir
-        trained["critic"] = RoleSettings(folder, flags.optim)
+        trained["critic"] = RoleSettings(folder, flags.optim, config.algo.critic_freeze_params_name_list)
     _check_quantized(context)
     scheme = None
     if is_quantized(context.model_dir):
@@ -301,7 +301,8 @@ def _losses(context: RunContext) -> list[RoleLoss]:
     algo = context.config.algo
     if not algo.uses_critic:
         return [RoleLoss("actor", _loss(context))]
-    critic = RoleLoss("critic", ValueLoss(algo.value_clip), weights="value_weights")
+    repeats = algo.critic_steps_per_rollout
+    critic = RoleLoss("critic", ValueLoss(algo.value_clip), weights="value_weights", repeats=repeats)
     return [critic, RoleLoss("actor", _loss(context), start=algo.num_critic_only_steps)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,18 +13,21 @@ from hypothesis import strategies as st
 
 from furlong.algo.advantage import token_advantages
 from furlong.algo.passes import needed_passes
+from furlong.algo.policy_loss import PolicyInputs, PolicyLoss, masked_weight_loss
 from furlong.algo.reduce import loss_weights
 from furlong.algo.value_loss import ValueLoss, explained_variance
+from furlong.config.sections import AlgoFlags
 from furlong.core.batch import pack_micro_batch
 from furlong.core.metric import merge
 from furlong.errors import DataError, TrainerError
 from furlong.interfaces import TokenStats
+from furlong.training.packing import Packing, split_batch
 from oracles.cases import flags, random_batch
 
 PPO = {"gamma": 0.97, "lambd": 0.9, "kl_coef": 0.05, "kl_loss_type": "k1"}
 
 
-def gae_loop(rewards, values, mask, kl, *, gamma, lambd, kl_coef):
+def gae_loop(rewards, values, mask, kl, *, gamma=0.97, lambd=0.9, kl_coef=0.05):
     """One sample: from the last trained token to the first, skipping the others."""
     advantages, returns = np.zeros(len(mask)), np.zeros(len(mask))
     trained = [t for t in range(len(mask)) if mask[t]]
@@ -76,9 +80,21 @@ def test_the_estimate_is_the_loop_over_trained_tokens_in_any_packing_and_order(s
         advantages, returns = estimate([samples[i] for i in part])
         for place, i in enumerate(part):
             reward, values, mask, kl = samples[i]
-            loop = gae_loop(reward, values, mask, kl, gamma=0.97, lambd=0.9, kl_coef=0.05)
+            loop = gae_loop(reward, values, mask, kl)
             for have, want in zip((advantages[place], returns[place]), loop, strict=True):
                 np.testing.assert_allclose(have.numpy(), want, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(one_sample(), min_size=1, max_size=4))
+def test_policy_and_critic_may_have_lambdas_of_their_own_and_the_policys_grows_with_the_length(samples):
+    advantages, returns = estimate(samples, lambd_length_alpha=0.4, critic_lambd=1.0)
+    for place, (reward, values, mask, kl) in enumerate(samples):
+        policy = max(0.0, 1 - 1 / (0.4 * max(mask.sum(), 1)))
+        want, _ = gae_loop(reward, values, mask, kl, lambd=policy)
+        _, targets = gae_loop(reward, values, mask, kl, lambd=1.0)
+        np.testing.assert_allclose(advantages[place].numpy(), want, rtol=1e-11, atol=1e-11)
+        np.testing.assert_allclose(returns[place].numpy(), targets, rtol=1e-11, atol=1e-11)
 
 
 def test_what_masked_tokens_contain_does_not_matter():
@@ -110,6 +126,35 @@ def test_the_row_runs_the_critic_and_the_log_probs_that_its_kl_needs():
     assert [(each.role, each.column) for each in passes] == [
         ("ref", "ref_log_probs"), ("actor", "old_log_probs"), ("critic", "values")
     ]  # fmt: skip
+
+
+def test_tokens_far_from_the_policy_that_sampled_them_are_masked_and_others_weigh_by_their_ratio():
+    ratio = torch.tensor([0.1, 0.3, 1.0, 3.9, 4.1], dtype=torch.float64)
+    live = ratio.log().requires_grad_()
+    advantages = torch.tensor([1.0, -2.0, 1.0, 0.5, 1.0], dtype=torch.float64)
+    terms = masked_weight_loss(PolicyInputs(live, live, advantages, eps_low=0.8, eps_high=3.0, eps_dual=None))
+    terms.loss_R.sum().backward()
+    kept = torch.tensor([0.0, 1, 1, 1, 0], dtype=torch.float64)
+    torch.testing.assert_close(live.grad, -ratio * advantages * kept)
+    assert terms.clipped_R.tolist() == (1 - kept).tolist()
+
+
+def test_positive_samples_add_their_mean_negative_log_likelihood(batch):
+    batch = replace(batch, raw_rewards=np.array([1, 0, 1, -1, 0, 0, 2, 0, 0], np.float32))
+    log_probs = torch.tensor(batch.columns["old_log_probs"])
+    loss = {}
+    for coef in (0.0, 0.1):
+        algo = AlgoFlags(positive_nll_coef=coef)
+        (part,) = split_batch(batch, algo=algo, packing=Packing(), num_ranks=1)
+        micros = [
+            pack_micro_batch(part.batch, rows, part.batch.columns["loss_weights"])
+            for rows in ([0, 3], range(4, 9), [1, 2])
+        ]
+        index = [torch.from_numpy(batch.response_positions(micro.rows)) for micro in micros]
+        parts = [PolicyLoss(algo)(m, TokenStats(log_probs[i].float())) for m, i in zip(micros, index, strict=True)]
+        loss[coef] = sum(float(each) for each, _ in parts)
+    kept = (batch.loss_masks > 0) & (np.repeat(batch.raw_rewards, batch.response_lengths) > 0)
+    assert loss[0.1] - loss[0.0] == pytest.approx(-0.1 * log_probs.numpy()[kept].mean(), rel=1e-5)
 
 
 def value_step(batch, values, splits, clip=0.2):

@@ -10,7 +10,7 @@ from backends import fsdp_backend
 from furlong.algo.policy_loss import PolicyLoss
 from furlong.algo.value_loss import ValueLoss
 from furlong.config.sections import AlgoFlags, OptimFlags
-from furlong.errors import TrainerError
+from furlong.errors import ConfigError, TrainerError
 from furlong.models import hf_model as hf
 from furlong.training.hook_adapters import rollout_data
 from furlong.training.packing import Packing
@@ -30,10 +30,10 @@ def folder(tmp_path_factory):
     return path
 
 
-def build(folder, *, lr=3e-3, start=0, hooks=None, **more):
-    trained = {"critic": RoleSettings(folder, OptimFlags(lr=lr))}
+def build(folder, *, lr=3e-3, start=0, hooks=None, freeze=None, repeats=1, **more):
+    trained = {"critic": RoleSettings(folder, OptimFlags(lr=lr), freeze)}
     backend = fsdp_backend(folder, optim=OptimFlags(lr=1e-2), trained=trained, **more)
-    critic = RoleLoss("critic", ValueLoss(FLAGS.value_clip), weights="value_weights")
+    critic = RoleLoss("critic", ValueLoss(FLAGS.value_clip), weights="value_weights", repeats=repeats)
     losses = [critic, RoleLoss("actor", PolicyLoss(FLAGS), start=start)]
     return RoundWorker(backend, algo=FLAGS, losses=losses, packing=Packing(max_tokens=64), hooks=hooks)
 
@@ -85,3 +85,15 @@ def test_a_model_that_shares_the_device_is_in_host_memory_while_the_other_runs(f
     assert not any(each.untyped_storage().size() for each in worker.backend.actor.parameters())
     worker.backend.onload()
     assert all(each.untyped_storage().size() for each in worker.backend.actor.parameters())
+
+
+def test_a_critic_may_take_its_steps_twice_and_keep_parts_frozen(folder):
+    worker = build(folder, freeze=[r"\.self_attn\."], repeats=2)
+    before = {name: tensor.clone() for name, tensor in worker.backend.named_weights(model="critic")}
+    metrics = worker.train(random_batch(prompts=[5], responses=[[6, 2]], vocab=12))
+    assert (metrics["train/critic-num_steps"].value, metrics["train/num_steps"].value) == (2, 1)
+    after = dict(worker.backend.named_weights(model="critic"))
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if ".self_attn." in name}
+    with pytest.raises(ConfigError, match="--critic-freeze-params-name-list: 'attn_bias' matches no parameter"):
+        build(folder, freeze=["attn_bias"])

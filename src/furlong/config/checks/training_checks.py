@@ -110,7 +110,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"--n-samples-per-prompt {n} with --loss-type sft_loss: each demonstration would be in a batch {n} times, "
             "with the gradient of one; remove it (--num-epoch repeats the data)"
         )
-    if algo.eps_clip_c is not None and row.policy == "clipped_weight" and algo.loss_type != "sft_loss":
+    if algo.eps_clip_c is not None and row.policy != "clipped_ratio" and algo.loss_type != "sft_loss":
         yield f"--eps-clip-c {algo.eps_clip_c} has no effect with --advantage-estimator {name}; remove it"
     if row.aggregation == "constant" and algo.calculate_per_token_loss:
         yield f"--calculate-per-token-loss: {name} divides by a constant; use --advantage-estimator grpo or remove it"

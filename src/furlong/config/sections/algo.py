@@ -39,6 +39,22 @@ class AlgoFlags:
         within="[0, 1]",
         needs=_CRITIC,
     )
+    critic_lambd: float | None = flag(
+        None, "Lambda of the returns that the critic learns. Default: --lambd.", within="[0, 1]", needs=_CRITIC
+    )
+    lambd_length_alpha: float | None = flag(
+        None,
+        "Length-adaptive lambda of the policy's advantages: 1 - 1 / (this value x trained tokens of the response), in "
+        "place of --lambd. 0 disables it.",
+        within="[0, inf)",
+        needs=_CRITIC,
+    )
+    positive_nll_coef: float = flag(
+        0.0,
+        "Weight of the negative log-likelihood of samples whose reward is above 0, averaged over their tokens.",
+        within="[0, inf)",
+        needs=_NOT_SFT,
+    )
     value_clip: float = flag(
         0.2,
         "Clipping bound of the critic: how far a value may move in a rollout before its loss stops to fall.",
@@ -57,6 +73,15 @@ class AlgoFlags:
     )
     critic_lr_warmup_iters: int = flag(
         0, "Optimizer steps over which the critic's learning rate rises.", within="[0, inf)", needs=_CRITIC
+    )
+    critic_steps_per_rollout: int = flag(
+        1, "How often the critic trains on the optimizer steps of a rollout.", within="[1, inf)", needs=_CRITIC
+    )
+    critic_freeze_params_name_list: tuple[str, ...] | None = flag(
+        None,
+        "Regular expressions; parameters of the critic whose name matches one of them are not trained. The policy's "
+        "lists do not apply to the critic.",
+        needs=_CRITIC,
     )
     critic_load: str | None = flag(
         None,

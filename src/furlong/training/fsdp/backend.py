@@ -71,6 +71,7 @@ from furlong.training.ranks import Ranks
 from furlong.training.round_metrics import agreement
 from furlong.training.round_observer import LayerTimes
 from furlong.training.settings import (
+    CRITIC_FREEZE_FLAG,
     FREEZE_FLAG,
     NOTHING_TRAINED,
     ONLY_TRAIN_FLAG,
@@ -135,7 +136,7 @@ class FsdpBackend(Backend):
     def _load_trained(self, role: Role, start: RoleSettings) -> FsdpModel:
         settings, host = self.settings, HostOffload()
         if role == "critic":
-            packed = self._load_critic(start.folder)
+            packed = self._load_critic(start)
         else:
             packed = self._load(start.folder, prepare=self._prepare, is_trained=True)
         logger.info("loaded weights from %s%s", start.folder, "" if role == "actor" else f" into the {role}")
@@ -150,8 +151,9 @@ class FsdpBackend(Backend):
         )
         return TrainedModel(packed, optimizer, host)
 
-    def _load_critic(self, folder: Path) -> PackedModel:
+    def _load_critic(self, start: RoleSettings) -> PackedModel:
         """Load a value model from a folder or a checkpoint; with a new head if that has none."""
+        folder = start.folder
         if is_dist_folder(folder):
             raise ConfigError(dist_with_fsdp("--critic-load", folder, self.settings.hf_checkpoint))
         settings = self.settings
@@ -160,7 +162,7 @@ class FsdpBackend(Backend):
             settings.hf_checkpoint if is_checkpoint else folder,
             dtype=settings.dtype,
             is_trained=True,
-            prepare=self._prepare_critic,
+            prepare=partial(self._prepare_critic, freeze=start.freeze),
             pack=self._pack,
             read=partial(load_value_model, seed=settings.train.seed),
         )
@@ -178,21 +180,24 @@ class FsdpBackend(Backend):
             reader.copy_into(body, self.sharding, ignored=heads)
         return packed
 
-    def _prepare_critic(self, model: PreTrainedModel) -> None:
+    def _prepare_critic(self, model: PreTrainedModel, *, freeze: Sequence[str] | None) -> None:
         if not isinstance(model.get_output_embeddings(), ValueHead):  # built on the meta device
             with_value_head(model)
-        self._prepare(model, has_lists=False)
+        self._recompute_layers(model)
+        choose_trained(model, freeze=freeze, freeze_flag=CRITIC_FREEZE_FLAG)
 
-    def _prepare(self, model: PreTrainedModel, *, has_lists: bool = True) -> None:
+    def _prepare(self, model: PreTrainedModel) -> None:
+        self._recompute_layers(model)
+        train = self.settings.train
+        choose_trained(model, train_only=train.only_train_params_name_list, freeze=train.freeze_params_name_list)
+
+    def _recompute_layers(self, model: PreTrainedModel) -> None:
         if self.settings.train.recompute_activations:
             # transformers < 5.20 has only the older name
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
             for module in model.modules():  # but not their submodules: some routers are random in training mode
                 module.training = getattr(module, "gradient_checkpointing", False) is True
-        train = self.settings.train
-        if has_lists:  # of the policy's parameters
-            choose_trained(model, train_only=train.only_train_params_name_list, freeze=train.freeze_params_name_list)
 
     def _load(self, folder: Path, *, prepare: Prepare, is_trained: bool = False) -> PackedModel:
         if is_dist_folder(folder):
@@ -537,7 +542,11 @@ def _freeze(model: PreTrainedModel) -> None:
 
 
 def choose_trained(
-    model: PreTrainedModel, *, train_only: Sequence[str] | None = None, freeze: Sequence[str] | None = None
+    model: PreTrainedModel,
+    *,
+    train_only: Sequence[str] | None = None,
+    freeze: Sequence[str] | None = None,
+    freeze_flag: str = FREEZE_FLAG,
 ) -> None:
     """Set `requires_grad` by regular expressions searched in parameter names: `train_only` first, then `freeze`.
 
@@ -545,7 +554,7 @@ def choose_trained(
     """
     names = [name for name, _ in model.named_parameters()]
     trained = matching_names(names, train_only, ONLY_TRAIN_FLAG) if train_only else set(names)
-    frozen = matching_names(names, freeze, FREEZE_FLAG) if freeze else set[str]()
+    frozen = matching_names(names, freeze, freeze_flag) if freeze else set[str]()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained and name not in frozen)
     if not trained - frozen:

@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from furlong.config.checks.engine_checks import attention_problem
-from furlong.config.sections import TrainFlags
 from furlong.core.algorithms import Role
 from furlong.core.batch import FlopsModel, MicroBatch
 from furlong.core.device_memory import MemoryTransfer
@@ -82,6 +81,7 @@ from furlong.training.optimizer import check_moments
 from furlong.training.ranks import Ranks
 from furlong.training.round_observer import LayerTimes
 from furlong.training.settings import (
+    CRITIC_FREEZE_FLAG,
     FREEZE_FLAG,
     NOTHING_TRAINED,
     ONLY_TRAIN_FLAG,
@@ -187,9 +187,10 @@ class MegatronBackend(PipelinedBackend):
         # --overlap-grad-reduce keeps a model's functions in its config
         config = self.config if role == "actor" else self._model_config()
         chunks = self._load(start.folder, role, config)
-        if role != "actor":  # the lists name the policy's parameters
-            train = dataclasses.replace(train, only_train_params_name_list=None, freeze_params_name_list=None)
-        trained = set_trainable(chunks, self._hf_of(role), train)
+        only, freeze, flag = train.only_train_params_name_list, train.freeze_params_name_list, FREEZE_FLAG
+        if role != "actor":  # these lists name the policy's parameters
+            only, freeze, flag = None, start.freeze, CRITIC_FREEZE_FLAG
+        trained = set_trainable(chunks, self._hf_of(role), only=only, freeze=freeze, freeze_flag=flag)
         settings = dataclasses.replace(settings, optim=start.optim)
         optimizer = ChunkOptimizer(settings, chunks, config, trained, wait=host.wait_for_deferred)
         return TrainedModel(chunks, optimizer, host)
@@ -562,7 +563,14 @@ def fill(chunks: list[GPTModel], folder: Path, hf: Any, role: Role = "actor", *,
     logger.info("loaded weights from %s%s", folder, "" if role == "actor" else f" into the {role}")
 
 
-def set_trainable(chunks: Sequence[GPTModel], hf: Any, flags: TrainFlags) -> frozenset[str]:
+def set_trainable(
+    chunks: Sequence[GPTModel],
+    hf: Any,
+    *,
+    only: Sequence[str] | None = None,
+    freeze: Sequence[str] | None = None,
+    freeze_flag: str = FREEZE_FLAG,
+) -> frozenset[str]:
     """Set `requires_grad` of a rank's model chunks; returns the Hugging Face names of the trained tensors.
 
     Expressions are searched in Megatron's name in the whole model (`decoder.layers.7.mlp.linear_fc1.weight`) and in the
@@ -571,9 +579,8 @@ def set_trainable(chunks: Sequence[GPTModel], hf: Any, flags: TrainFlags) -> fro
     """
     pairs = (pair for pair in names.parameters_with_local(chunks, hf) if pair[0].rule.is_trained)
     every, local = zip(*pairs, strict=True)
-    train_only, freeze = flags.only_train_params_name_list, flags.freeze_params_name_list
-    selected = _matching(every, train_only, ONLY_TRAIN_FLAG) if train_only else set(range(len(every)))
-    trained = selected - (_matching(every, freeze, FREEZE_FLAG) if freeze else set[int]())
+    selected = _matching(every, only, ONLY_TRAIN_FLAG) if only else set(range(len(every)))
+    trained = selected - (_matching(every, freeze, freeze_flag) if freeze else set[int]())
     if not trained:
         raise ConfigError(NOTHING_TRAINED)
     for number, tensor in enumerate(local):
