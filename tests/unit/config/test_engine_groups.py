@@ -15,6 +15,7 @@ from furlong.config.engine_groups import (
     served_models,
     trained_model,
 )
+from furlong.config.facts import gets_random_key
 from furlong.config.topology import Topology
 
 SPLIT = """
@@ -137,3 +138,14 @@ def test_an_engine_is_cut_in_ways_in_which_it_gets_weights():
         found = list(engine_problems(parse(argv).config))
         assert len(found) == bool(problem), found
         assert all(text.startswith(problem) for text in found), found
+
+
+def test_engines_that_the_run_starts_have_a_random_key_unless_functions_could_not_reach_a_frozen_model(tmp_path):
+    frozen = """  - name: judge
+    model_path: /judge
+    server_groups: [{worker_type: prefill, num_gpus: 1}, {worker_type: decode, num_gpus: 1}]
+"""
+    assert gets_random_key(config_of(tmp_path, SPLIT))
+    assert gets_random_key(parse(["--engine", "sglang", "--rollout-num-gpus", "2"]).config)
+    assert not gets_random_key(config_of(tmp_path, SPLIT, "--sglang-api-key", "own"))
+    assert not gets_random_key(config_of(tmp_path, SPLIT + frozen))
