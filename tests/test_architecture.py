@@ -89,7 +89,7 @@ BUDGET = {
     "quickstart": 350,
     "reproduce": 590,
     "rewards": 1740,
-    "rollout": 4550,
+    "rollout": 4555,
     "run": 1470,
     "sandboxes": 1430,
     "sessions": 3330,

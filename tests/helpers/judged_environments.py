@@ -16,6 +16,8 @@ def left(episode: Episode, environment: Workshop) -> float:
     environment.note("judged")
     if environment.closed:
         raise AssertionError("closed before it was judged")
+    if environment.fault == "judge_blocks":
+        time.sleep(100)
     if environment.fault == "judge_raises":
         raise ValueError("a bug")
     if environment.fault == "judge_infra":

@@ -125,7 +125,8 @@ async def _judge(
 ) -> None:
     """Call the functions of a rubric that use the environment, one after the other, and record their values.
 
-    Raises InfraError, unless a limit has ended the episode.
+    After one that does not return, which may have its process killed, the others are not called. Raises InfraError,
+    unless a limit has ended the episode.
     """
     for sample in samples:
         row: dict[str, float | str] = {}
@@ -138,9 +139,12 @@ async def _judge(
                 is_lost = isinstance(error, InfraError) and environment.watch.reached is None
                 if is_lost or not is_raised_by_user(error):
                     raise
-                is_late = limit.expired()
-                reason = f"did not return within {timeout_s:g} s (--reward-timeout)"
-                row[name] = reason if is_late else f"raised {describe_exception(error)}"
+                row[name] = f"raised {describe_exception(error)}"
+                if limit.expired():
+                    row |= dict.fromkeys(
+                        names[len(row) - 1 :], f"did not return within {timeout_s:g} s (--reward-timeout)"
+                    )
+                    break
         Rubric.record(sample, row)
 
 

@@ -64,6 +64,7 @@ def test_the_environment_is_closed_once_however_the_episode_ends(tmp_path: Path)
         ("judge_raises", {}, whole, "the rubric's left raised ValueError: a bug"),
         ("judge_text", {}, whole, "the rubric's left returned 'many'"),
         ("judge_hangs", {}, whole, "slowly did not return within 0.5 s (--reward-timeout)"),
+        ("judge_blocks", {"kind": "process"}, whole, "left did not return within 0.5 s (--reward-timeout); the"),
         ("judge_infra", {}, whole * 2, "the sandbox is gone"),
     ]
     for fault, options, events, reason in cases:
