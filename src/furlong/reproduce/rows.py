@@ -98,14 +98,14 @@ class Settings:
 def read_rows() -> tuple[dict[str, RowGroup], dict[str, ResultRow]]:
     """Return groups and rows, by name."""
     content: Any = yaml.safe_load((PACKAGE / "rows.yaml").read_text(encoding="utf-8"))
-    tasks = {
-        name: RowTask(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
-        for name, fields in content["tasks"].items()
-    }
+    tasks: dict[str, RowTask] = {}
+    for name, fields in content["tasks"].items():
+        lists: dict[str, Any] = {key: tuple(fields.pop(key, ())) for key in ("prepare", "needs")}
+        tasks[name] = RowTask(**lists, **fields)
     rows: dict[str, ResultRow] = {}
     for name, fields in content["rows"].items():
         task = tasks[fields.pop("task")]
-        lists: dict[str, Any] = {key: (*getattr(task, key), *fields.pop(key, ())) for key in ("prepare", "needs")}
+        lists = {key: (*getattr(task, key), *fields.pop(key, ())) for key in ("prepare", "needs")}
         rows[name] = ResultRow(name=name, task=task, **lists, **fields)
     return {name: RowGroup(**fields) for name, fields in content["groups"].items()}, rows
 
