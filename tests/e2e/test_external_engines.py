@@ -36,7 +36,7 @@ def test_external_engines_reproduce_the_run_of_the_embedded_engine(model, data, 
     wanted = embedded[0]
     (first, _), folder = sampled(
         model, data, tmp_path, rollout_external_engine_addrs=servers, update_weight_transport=transport,
-        update_weight_buffer_size=8192,
+        update_weight_buffer_size=8192, log_level="DEBUG",
     )  # fmt: skip
     assert [s.tokens for s in first] == [s.tokens for s in wanted]
     for got, want in zip(first, wanted, strict=True):

@@ -276,7 +276,6 @@ _LAUNCHER = (
     "There is no launcher: furlong starts its processes itself, on several GPUs with Ray "
     "(--actor-num-gpus-per-node, --actor-num-nodes)."
 )
-_CRITIC = "Critics (PPO) are not supported: use an --advantage-estimator without one, such as grpo or rloo."
 _PAIRS = "Losses on preference pairs are not supported: furlong trains on rewards (--rm-type, --custom-rm-path)."
 _IMAGES = "Models are text-only: images, video and audio are not supported."
 # Answers of `--help WORD` for what furlong does not have, or calls otherwise.
@@ -289,7 +288,6 @@ TOPICS = {
         "and --optimizer-cpu-offload keeps the states in host memory.",
     ),
     **dict.fromkeys(("accelerate", "torchrun"), _LAUNCHER),
-    **dict.fromkeys(("ppo", "critic", "gae"), _CRITIC),
     **dict.fromkeys(("dpo", "kto", "orpo"), _PAIRS),
     **dict.fromkeys(("image", "vision", "multimodal", "vlm"), _IMAGES),
 }

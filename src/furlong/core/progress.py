@@ -94,6 +94,11 @@ class Progress:
             phase.done += done
             phase.tokens += tokens
 
+    def expect(self, total: int) -> None:
+        """Set the number of units of the phase that this task belongs to."""
+        if (phase := _current.get()) is not None:
+            phase.total = total
+
     def step(self, number: int) -> None:
         """Record the end of a step."""
         self._steps.append((number, time.monotonic()))

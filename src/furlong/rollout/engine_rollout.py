@@ -119,8 +119,7 @@ class EngineRollout:
 
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
         """Collect one rollout. Return None if the data cannot fill it; the groups so far are dropped and logged."""
-        n_samples = self._generation.args.n_samples_per_prompt
-        with progress.phase("rollout", total=self._batch_size * n_samples, unit="samples") as phase:
+        with progress.phase("rollout", unit="samples") as phase:
             if self._pool is not None:
                 return await self._produce_shared(self._pool, rollout_id, phase)
             return await self._produce(rollout_id)
@@ -265,6 +264,7 @@ class EngineRollout:
         # A custom function may change a sample, so the source gets a copy back.
         origin = copy.deepcopy(group) if self._generation.is_custom(group) else group
         pool = self._pool
+        progress.expect(self._batch_size * len(group.samples))
         work = run_group(
             group,
             self._generation,
