@@ -225,7 +225,7 @@ class TrainFlags(TypedDict, total=False):
     deepseek, gpt-oss, or FILE:fn, a function from (text, tools) to a ParsedReply."""
     session_client_sampling: bool
     """Let clients set temperature, top_p, top_k and min_p. By default those of the run apply."""
-    advantage_estimator: Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "rloo", "dr_grpo", "dapo"]
+    advantage_estimator: Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo", "vapo", "sao", "rloo", "dr_grpo", "dapo"]
     """Algorithm: how advantages and the policy loss are computed."""
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"]
     """Loss to minimize: the algorithm's policy loss, next-token cross-entropy on the labels, or a function of yours."""
@@ -248,6 +248,13 @@ class TrainFlags(TypedDict, total=False):
     lambd: float
     """Lambda of the generalized advantage estimate: 1 is the return minus the critic's value, with the least bias; 0
     the error of the value one token ahead, with the least variance."""
+    critic_lambd: float | None
+    """Lambda of the returns that the critic learns. Default: --lambd."""
+    lambd_length_alpha: float | None
+    """Length-adaptive lambda of the policy's advantages: 1 - 1 / (this value x trained tokens of the response), in
+    place of --lambd. 0 disables it."""
+    positive_nll_coef: float
+    """Weight of the negative log-likelihood of samples whose reward is above 0, averaged over their tokens."""
     value_clip: float
     """Clipping bound of the critic: how far a value may move in a rollout before its loss stops to fall."""
     num_critic_only_steps: int
@@ -257,6 +264,11 @@ class TrainFlags(TypedDict, total=False):
     """Learning rate of the critic. Default: --lr."""
     critic_lr_warmup_iters: int
     """Optimizer steps over which the critic's learning rate rises."""
+    critic_steps_per_rollout: int
+    """How often the critic trains on the optimizer steps of a rollout."""
+    critic_freeze_params_name_list: str | Path | Sequence[str | Path] | None
+    """Regular expressions; parameters of the critic whose name matches one of them are not trained. The policy's lists
+    do not apply to the critic."""
     critic_load: str | Path | None
     """Initial weights of the critic: a Hugging Face folder, of a language model or of a value model, or a checkpoint
     directory. Default: those of the policy, with a new head."""

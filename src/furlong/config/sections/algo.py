@@ -88,6 +88,7 @@ class AlgoFlags:
         "Initial weights of the critic: a Hugging Face folder, of a language model or of a value model, or a "
         "checkpoint directory. Default: those of the policy, with a new head.",
         needs=_CRITIC,
+        hub="model",
     )
     critic_save: str | None = flag(
         None,
