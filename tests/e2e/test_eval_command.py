@@ -60,7 +60,7 @@ def test_a_folder_and_an_endpoint_of_it_are_evaluated_alike(model, served, tmp_p
     assert len(values(Path("folder.jsonl"))) == 6
     assert {row["turns"] for row in records(Path("endpoint.jsonl"))} == {2}
     assert all(row["tokens"] <= 8 for row in records(Path("endpoint.jsonl")))
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+1="}\n')
+    (tmp_path / "tasks.jsonl").write_text('{"input": "1+1="}\n{"input": "2+1="}\n')
     words[1] += "?prompt_data=tasks.jsonl"
     assert main([*words, "--base-url", served, "-o", "tasks-of-it.jsonl"]) == 0
     assert len(records(Path("tasks-of-it.jsonl"))) == 4

@@ -26,7 +26,7 @@ def test_the_page_about_the_installation_has_the_versions_of_pyproject() -> None
     assert (torch, transformers) == ("torch>=2.11,<2.14", "transformers>=5.12,<6")
     assert "| 2.11 to 2.13 | 5.12 or later |" in table
     assert extras["sglang"][0].replace("==", " ") in table
-    assert extras["ray"] == ["ray[default]>=2.50"]
-    assert "ray 2.50 or later" in table
+    assert extras["ray"] == ["ray[default]>=2.52"]
+    assert "ray 2.52 or later" in table
     assert extras["megatron"] == ["megatron-core>=0.16.1,<0.20"]
     assert all(f"megatron-core {version}" in table for version in ("0.16.1", "0.17 to 0.19"))
