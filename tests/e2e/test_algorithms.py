@@ -26,8 +26,8 @@ ESTIMATORS = {
     "dr_grpo": {},
     "dapo": {"overlong_buffer_len": 4, "overlong_penalty_factor": 0.5},
     "ppo": {**WHITENED, "kl_coef": 0.1, "gamma": 0.99, "lambd": 0.95, "critic_lr": 1e-2},
-    "vapo": WHITENED,
-    "sao": {"n_samples_per_prompt": 1, "rollout_batch_size": 16, "async_buffer_size": 1},
+    "vapo": {**WHITENED, "lambd_length_alpha": 1},
+    "sao": {"lambd_length_alpha": 0, "n_samples_per_prompt": 1, "rollout_batch_size": 16, "async_buffer_size": 1},
 }
 VARIANTS = {
     "kl_k1": {**KL_LOSS, "kl_loss_type": "k1"},

@@ -166,6 +166,7 @@ def test_flags_that_contradict_a_critic_are_refused(model, data, tmp_path):
     (tmp_path / "roles.yaml").write_text("megatron: [{role: actor, overrides: {lr: 1e-3}}]")
     cases = {
         ("--value-clip", "0.5"): "--value-clip",
+        ("--advantage-estimator", "vapo"): "lambda is 0 for responses of up to 20 tokens",
         ("--advantage-estimator", "ppo", "--disable-compute-advantages-and-returns"): "learns to predict the returns",
         ("--advantage-estimator", "ppo", "--critic-lr", "1e-6", "--min-lr", "1e-4"): "is below --min-lr",
         ("--advantage-estimator", "ppo", "--megatron-config-path", tmp_path / "roles.yaml"): "gives the actor lr 0.001",

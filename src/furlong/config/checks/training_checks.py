@@ -217,6 +217,13 @@ def _critic(config: Config) -> Iterator[str]:
             f"--disable-compute-advantages-and-returns with --advantage-estimator {name}: the critic learns to predict "
             "the returns; remove it, or use an estimator without a critic"
         )
+    alpha, longest = algo.lambd_length_alpha, config.rollout.rollout_max_response_len
+    if alpha and longest and alpha * longest <= 1:
+        yield (
+            f"--lambd-length-alpha {alpha:g} with --rollout-max-response-len {longest}: lambda is 0 for responses of "
+            f"up to {1 / alpha:.0f} tokens, so none would learn from its outcome; use --lambd-length-alpha 0 for "
+            "--lambd, or a larger value"
+        )
     try:
         critic_settings(config)
         for field, value in role_overrides(config, "actor").items():
