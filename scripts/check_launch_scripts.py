@@ -64,7 +64,9 @@ MILES_PAGE = """\
 Miles has {total} launch scripts at commit 31f1ca9 that start training: bash scripts, and Python launchers with their
 default arguments. With `--engine sglang` added, `--train-backend megatron` where the script has no backend, and paths
 of your own, {passed} of them pass furlong's checks, which [slime's launch scripts](slime-scripts.md) explains.
-The others are refused before anything starts: {reasons}."""
+The others are refused before anything starts: {reasons}. "flags" are flags or functions that furlong does not have,
+"no command" are launchers that need files or settings of their cluster, and "no stand-in" are models without a family
+here."""
 PAGE = """\
 # slime's launch scripts
 
@@ -210,7 +212,8 @@ def decide(script: str, findings: Sequence[dict[str, str]], notes: Sequence[str]
         meant = [category for category in categories if category in ON_PURPOSE]
         status, category = ("on purpose", meant[0]) if meant else ("refused", ", ".join(categories))
     infos = [each["text"] for each in findings if each["severity"] == "info" and each["id"] == "CFG02"]
-    ignored = tuple(dict.fromkeys(text.split()[0] for text in infos if text.startswith("--")))
+    infos = [text for text in infos if text.startswith("--") and "describe the model" not in text]
+    ignored = tuple(dict.fromkeys(text.split()[0] for text in infos))
     return Verdict(script, status, category, tuple(problems), tuple(notes), model, warnings, ignored)
 
 

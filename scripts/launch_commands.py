@@ -145,7 +145,7 @@ def _python_commands(script: Path, root: Path, scratch: Path) -> list[TrainingCo
     sandbox = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--unshare-all", "--die-with-parent"]
     sandbox += ["--bind", str(scratch), str(scratch), "--chdir", str(root), "--clearenv"]
     variables = {"PATH": "/usr/bin:/bin", "HOME": str(scratch), "TMPDIR": str(scratch), "PYTHONPATH": str(root)}
-    for name, value in {**variables, "PYTHONDONTWRITEBYTECODE": "1"}.items():
+    for name, value in {**variables, "PYTHONDONTWRITEBYTECODE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         sandbox += ["--setenv", name, value]
     for words in PYTHON_WORDS:
         (scratch / "words").write_text("", encoding="utf-8")

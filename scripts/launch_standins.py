@@ -51,6 +51,7 @@ FAMILIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (r"mimo-7b", "mimo", {"attention_bias": True, "num_nextn_predict_layers": 1}),
     (r"minimax-m2", "minimax_m2", {"use_qk_norm": True, "scoring_func": "sigmoid"}),
     (r"llama-?3", "llama", {}),
+    (r"gpt-oss", "gpt_oss", {"attention_bias": True}),
 )
 QUANTIZED: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"fp8", {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}),
@@ -101,7 +102,10 @@ _FIELDS: dict[str, tuple[str, type]] = {
     "--moe-router-group-topk": ("topk_group", int),
     "--moe-router-score-function": ("scoring_func", str),
 }
-_EXPERT_KEYS = {"qwen3_moe": "num_experts", "qwen3_next": "num_experts", "qwen3_5_moe": "num_experts"}
+_EXPERT_KEYS = {  # n_routed_experts elsewhere
+    **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe"), "num_experts"),
+    **dict.fromkeys(("minimax_m2", "gpt_oss"), "num_local_experts"),
+}
 _TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -177,13 +181,11 @@ def model_config(name: str, flags: Flags) -> dict[str, Any]:
 def _add_experts(config: dict[str, Any], flags: Flags, family: str) -> None:
     if not flags.get("--num-experts"):
         return
-    config[_EXPERT_KEYS.get(family, "num_local_experts" if family == "minimax_m2" else "n_routed_experts")] = int(
-        flags["--num-experts"][0]
-    )
+    config[_EXPERT_KEYS.get(family, "n_routed_experts")] = int(flags["--num-experts"][0])
     config.setdefault("norm_topk_prob", True)
-    layers = re.sub(r"\[([01])\]\*(\d+)", lambda run: run[1] * int(run[2]), flags["--moe-layer-freq"][0])
-    layers = re.sub(r"\D", "", layers)  # one digit per layer; 0 has no experts
-    if family not in _EXPERT_KEYS and family != "minimax_m2":
+    if family not in _EXPERT_KEYS:
+        layers = re.sub(r"\[([01])\]\*(\d+)", lambda run: run[1] * int(run[2]), flags["--moe-layer-freq"][0])
+        layers = re.sub(r"\D", "", layers)  # one digit per layer; 0 has no experts
         config["first_k_dense_replace"] = len(layers) - len(layers.lstrip("0"))
     shared = flags.get("--moe-shared-expert-intermediate-size")
     if shared and family in _EXPERT_KEYS:
