@@ -58,8 +58,8 @@ def trainer_without_routers(monkeypatch):
                 self.whole[name] = parameter.detach().clone()
                 parameter.data.zero_()
 
-    def handed_out(self):
-        return ((name, self.whole.get(name, tensor)) for name, tensor in hand_out(self))
+    def handed_out(self, **of):
+        return ((name, self.whole.get(name, tensor)) for name, tensor in hand_out(self, **of))
 
     monkeypatch.setattr(FsdpBackend, "__init__", broken)
     monkeypatch.setattr(FsdpBackend, "named_weights", handed_out)

@@ -12,13 +12,11 @@ from backends import backend_settings, fsdp_backend
 from furlong.algo.policy_loss import PolicyLoss
 from furlong.algo.value_loss import ValueLoss
 from furlong.config.sections import AlgoFlags, OptimFlags
-from furlong.models import hf_model as hf
 from furlong.training.megatron import megatron_compat as compat
 from furlong.training.packing import Packing
 from furlong.training.ranks import Ranks
 from furlong.training.settings import RoleSettings
 from furlong.training.worker import RoleLoss, RoundWorker
-from models_zoo import family_config
 from ranks_cases import batch, listed
 
 compat.prepare()  # before the ranks are forked, so that they inherit the imports
@@ -30,13 +28,6 @@ FLAGS = AlgoFlags(
 )
 PACKING = Packing(global_batch_size=6, max_tokens=40, balance="tokens")
 SGD = OptimFlags(optimizer="sgd", lr=1e-2, clip_grad=0.5)
-
-
-def write_models(folder: Path) -> None:
-    for name, is_tied in (("tied", True), ("untied", False)):
-        config = family_config("qwen3")
-        config.tie_word_embeddings = is_tied
-        hf.save_model(hf.build_model(config, seed=0), folder / name)
 
 
 def backend(ranks: Ranks, folder: Path, model: str, *, dtype: str = "float32", shares: bool = False, **how: Any) -> Any:

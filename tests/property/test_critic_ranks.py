@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from critic_cases import write_models
 from furlong.core.metric import Metric, merge
+from furlong.models import hf_model as hf
+from models_zoo import family_config
 from ranks_zoo import run_cases
 
 pytest.importorskip("megatron", reason="megatron-core is not installed")
@@ -35,7 +36,10 @@ def results(request, tmp_path_factory):
     is_nightly = any(item.get_closest_marker("nightly") for item in request.session.items)
     chosen = {name: case for name, case in LAYOUTS.items() if is_nightly or name in ON_EACH_COMMIT}
     folder = tmp_path_factory.mktemp("critic")
-    write_models(folder)
+    for name, is_tied in (("tied", True), ("untied", False)):
+        config = family_config("qwen3")
+        config.tie_word_embeddings = is_tied
+        hf.save_model(hf.build_model(config, seed=0), folder / name)
     cases = [
         {"name": name, "function": "two_rounds", "world": world, "args": {"model": model, **how}, "at_once": 2}
         for name, (world, model, how) in chosen.items()
