@@ -135,7 +135,7 @@ class RunReader:
                 "folder": str(self.folder),
                 "state": self.state(),
                 "started": starts[-1] if starts else None,
-                "model": Path(str(flags.get("hf_checkpoint") or "")).name,
+                "model": _model_name(Path(str(flags.get("hf_checkpoint") or ""))),
                 "algorithm": "sft" if flags.get("loss_type") == "sft_loss" else flags.get("advantage_estimator"),
                 "samples_per_step": (flags.get("rollout_batch_size") or 0) * (flags.get("n_samples_per_prompt") or 1),
                 "num_rollout": flags.get("num_rollout"),
@@ -187,6 +187,13 @@ def _add_diagnosis(diagnoses: dict[str, dict[str, Any]], event: Mapping[str, Any
     known["count"] += 1
     if event.get("step") is not None and len(known["steps"]) < 20:
         known["steps"].append(event["step"])
+
+
+def _model_name(folder: Path) -> str:
+    """Return the name of a model folder; of one in the Hub's cache, models--OWNER--NAME/snapshots/COMMIT, its id."""
+    if folder.parent.name == "snapshots":
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return folder.name
 
 
 def _shown(value: float) -> float | None:

@@ -125,6 +125,11 @@ def test_the_state_of_a_run_is_that_of_its_last_event(tmp_path, ended, state):
     assert RunReader(folder).state() == state
 
 
+def test_a_model_from_the_hub_is_shown_by_its_id(tmp_path):
+    model = str(tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "c1899de289a04d12100db370d81485cdf75e47ca")
+    assert RunReader(write_run(tmp_path / "a", hf_checkpoint=model)).summary()["model"] == "Qwen/Qwen3-0.6B"
+
+
 def test_diagnoses_are_shown_once_with_their_explanation(client):
     (diagnosis,) = get(client, "findings/0")["diagnoses"]
     assert diagnosis["id"] == "REW02"

@@ -7,9 +7,9 @@ const PAGE = 50, MANY_STEPS = 300;  // more steps are typed, not chosen from a l
 
 /** What to do when a run has no samples to show; null if it has some. */
 export function missing(facts) {
-  if (facts.num_samples) return null;
-  if (!facts.generates && !facts.num_waiting) {
-    return note("This run trains on demonstrations, so it generates no samples. With ", h("code", null, "--eval-prompt-data NAME FILE"), " its evaluations do.");
+  if (facts.steps.length) return null;
+  if (!facts.generates) {
+    return note("This run trains on demonstrations and generates no samples. Those of its evaluations (", h("code", null, "--eval-prompt-data NAME FILE"), ") are in the view Evaluations.");
   }
   if (!facts.saves_samples) {
     return note("This run does not save its samples. Leave out ", h("code", null, "--keep-samples 0"), " to keep the newest, or start a run with ",
