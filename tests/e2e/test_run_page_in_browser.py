@@ -101,7 +101,7 @@ def test_the_address_has_the_run_the_view_the_filters_and_the_sample(browser, ur
     show(browser, "samples?run=second&reward_max=0", "document.querySelectorAll('.samples tbody tr').length === 5")
     browser.wait_for("location.hash.includes('file=')")
     browser.press("j")
-    browser.wait_for("document.querySelector('.samples tr.open')?.rowIndex === 2 && location.hash.includes('file=1.')")
+    browser.wait_for("document.querySelector('.samples tr.open')?.rowIndex === 2 && location.hash.includes('pos=2')")
     address = browser.evaluate("location.href")
     browser.go("about:blank")
     browser.go(address, READY)
