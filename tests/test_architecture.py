@@ -99,7 +99,7 @@ BUDGET = {
     "tracking": 1120,
     "training": 9400,
     "transfer": 710,
-    "view": 1530,
+    "view": 1540,
     "weight_sync": 2000,
     "wiring": 1965,
 }
