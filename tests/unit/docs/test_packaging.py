@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -21,12 +22,11 @@ def test_the_page_about_the_installation_has_the_versions_of_pyproject() -> None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     table = (ROOT / "docs/start/install.md").read_text().partition("## Versions that go together")[2]
-    torch = next(word for word in project["dependencies"] if word.startswith("torch"))
-    transformers = next(word for word in project["dependencies"] if word.startswith("transformers"))
-    assert (torch, transformers) == ("torch>=2.11,<2.14", "transformers>=5.12,<6")
-    assert "| 2.11 to 2.13 | 5.12 or later |" in table
-    assert extras["sglang"][0].replace("==", " ") in table
-    assert extras["ray"] == ["ray[default]>=2.52"]
-    assert "ray 2.52 or later" in table
-    assert extras["megatron"] == ["megatron-core>=0.16.1,<0.20"]
-    assert all(f"megatron-core {version}" in table for version in ("0.16.1", "0.17 to 0.19"))
+    lowest = {
+        re.split(r"[\[>=<]", word)[0]: re.split(r"[>=]=", word)[1].partition(",")[0]
+        for word in (*project["dependencies"], *extras["ray"], *extras["sglang"], *extras["megatron"])
+    }
+    for name in ("ray", "sglang", "megatron-core"):
+        assert f"{name} {lowest[name]}" in table
+    assert f"| {lowest['torch']} to " in table
+    assert f"| {lowest['transformers']} or later |" in table
