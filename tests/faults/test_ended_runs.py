@@ -166,6 +166,19 @@ def test_a_killed_run_is_recognised_and_resumes(tmp_path, capsys, forked):
     assert (code, result["status"]) == (0, "finished")
 
 
+@fault("KILL01")
+def test_a_crash_in_compiled_code_names_the_line_that_called_it(tmp_path, capsys, forked):
+    path = f"{faulty_hooks.__file__}:generate_with_a_crash"
+    child = Child(forked, arithmetic(tmp_path / "run", custom_generate_function_path=path), tmp_path)
+    child.process.join(60)
+    _, result = examine(tmp_path / "run", capsys)
+    [found] = result["findings"]
+    place = r"Segmentation fault in string_at \S+, called from generate_with_a_crash \(\S+/faulty_hooks.py:\d+\)"
+    assert (child.process.exitcode, result["status"], found["id"]) == (-11, "killed", "KILL01")
+    assert re.search(place, found["finding"])
+    assert "out-of-memory" not in str(found)
+
+
 def test_a_run_that_fails_during_startup_is_reported_as_failed(tmp_path, capsys, monkeypatch):
     def no_room(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

@@ -172,6 +172,10 @@ def test_labels_that_the_verifier_cannot_read(world):
     found = only(world.look(rm_type="math"), "REW01", "warning")
     assert (found.evidence["rm_type"], len(found.evidence["labels"])) == ("math", 8)
     assert world.look(rm_type="math", label_key="other") == []
+    world.write(*({"input": str(i), "label": {"answer": str(i)}} for i in range(8)))
+    assert names(
+        only(world.look(rm_type="math"), "REW01", "error").finding, "the label is {'answer': '0'} of type dict"
+    )
 
 
 def test_an_unsupported_format_is_reported_once(world):

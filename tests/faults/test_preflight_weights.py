@@ -183,6 +183,15 @@ def test_masks_of_whole_numbers_are_not_quantized_weights(world):
     assert world.look() == []
 
 
+def test_more_experts_for_each_token_than_there_are(world):
+    path = world.model / "config.json"
+    for chosen, expected in ((4, []), (5, ["CKPT04"])):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_experts": 4, "num_experts_per_tok": chosen}))
+        found = world.look()
+        assert [each.id for each in found] == expected
+    assert "num_experts_per_tok 5 is more than num_experts 4" in found[0].finding
+
+
 @fault("CKPT04")
 def test_an_index_that_names_another_shard(world):
     layers = [dense_layer(0), dense_layer(1)]

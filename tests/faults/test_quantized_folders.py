@@ -14,6 +14,7 @@ from transformers import Qwen3MoeConfig
 
 from furlong.cli import main
 from furlong.errors import CheckpointError
+from furlong.quantization.fp8 import Fp8Blocks
 from furlong.quantization.int4 import Int4Groups
 from furlong.tools.quantize_folder import quantize_folder
 from runs import flags, write_model, write_prompts
@@ -108,6 +109,21 @@ def test_faults_of_a_conversion_are_named_by_check_and_by_doctor(fault, original
         assert f"[{id}]" in text
         assert name in text
         assert text.count("error ") == 1, text
+
+
+def test_fp8_blocks_of_another_size_are_named(original, tmp_path, capsys) -> None:
+    data, folder = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "fp8"
+    folder.mkdir()
+    quantize_folder(original, folder, Fp8Blocks((16, 16)))
+    words = ["doctor", *flags(folder, data, tmp_path / "run", dequantize=True)]
+    assert printed(capsys, *words)[0] == 0
+    change_settings(folder, lambda q: q.update(weight_block_size=[8, 16]))
+    code, text = printed(capsys, *words)
+    assert (code, text.count("error ")) == (1, 1)
+    assert "[QNT03]" in text
+    assert (
+        "FP8 E4M3 in blocks of 8 x 16: model.layers.0.mlp.experts.0.down_proj.weight_scale_inv is [2, 1], not" in text
+    )
 
 
 def test_a_parameter_of_zeros_is_named(folder, capsys) -> None:

@@ -536,11 +536,3 @@ def test_log_probs_with_a_minimum_length_are_those_before_stop_tokens_are_banned
     code, found = run(tmp_path / "run", num_rollout=1, rollout_min_new_tokens=6)
     assert (code, "NUM02" in found) == (0, False)
     assert rows(tmp_path / "run")[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
-
-
-def test_groups_that_are_right_or_wrong_as_a_whole_are_not_blamed_on_the_label():
-    suite, row = MonitorSuite(MONITORS, RunFacts()), {"rollout/zero_std_frac": 1.0, "rollout/raw_reward": 0.25}
-    found = [d for step in (1, 2, 3) for d in suite.step(step, row | {"rollout/reward_range": 1.0})]
-    assert [d.id for d in found] == ["REW02"]
-    assert "--label-key" not in found[0].cause + found[0].remedy
-    assert "--rollout-temperature" in found[0].remedy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import threading
 import time
 from collections import Counter
@@ -35,6 +36,10 @@ async def generate_that_raises_at_times(args, sample, sampling_params):
     if sample.index % 4 == 0:
         raise ConnectionError("the tool's server is down")
     return await generate(args, sample, sampling_params)
+
+
+async def generate_with_a_crash(args, sample, sampling_params):
+    return ctypes.string_at(0)  # reads address 0
 
 
 async def generate_beyond_the_context(args, sample, sampling_params):

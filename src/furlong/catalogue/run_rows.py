@@ -223,7 +223,7 @@ ROWS = (
         symptom="The same command gives different numbers.",
         cause="A seed, a number of threads or a kernel is not fixed.",
         checked="With --debug-determinism: flags and environment variables that allow two runs to differ; the hashes "
-        "of each step are in the run's log.",
+        "of each step are in determinism.jsonl of the run's folder.",
         remedy="Fix what the message names (--deterministic-mode for kernels); `furlong diff RUN_A RUN_B` shows the "
         "first step and value that differ.",
         guides=(MD,),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from furlong.errors import EndedBySignal, FurlongError, HookError, TerminatedErr
 
 FRAMES = 3  # frames of a traceback that are shown
 MAX_CHARS = 600  # of a message or a line of code
+STACK_FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+) in (\S+)', re.MULTILINE)  # as faulthandler prints it
 _FURLONG = str(Path(__file__).parent.parent)
 _INSTALLED = ("/site-packages/", "/dist-packages/")  # also of another environment on the path
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -53,7 +55,8 @@ def describe_exception(error: BaseException) -> str:
     if users and not any(f in users for f in shown):
         shown = [*users[-1:], *frames[1 - FRAMES :]]
     where = [f"{f.filename}:{f.lineno} in {f.name}: {_short(f.line or '')}".rstrip(": ") for f in shown]
-    return "\n  ".join([f"{type(error).__name__}: {_short(redact_credentials(message_of(error)))}", *where])
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    return "\n  ".join([f"{type(error).__name__}: {_short(redact_credentials(message_of(error)))}{notes}", *where])
 
 
 def place_of(error: BaseException) -> str:

@@ -42,7 +42,8 @@ class PromptFormat:
     """The columns that make a prompt, and how it is tokenized. Fields are named after the flags.
 
     With `apply_chat_template` a string prompt is one user message. Without it, messages are rejected unless
-    `keep_messages`: then they stay messages without tokens, for a generate function that renders them itself.
+    `keep_messages`: then they stay messages without tokens, for a generate function that renders them itself. With
+    `demonstrates`, so do conversations that end with an answer, which SFT renders.
     """
 
     input_key: str = "input"
@@ -52,6 +53,7 @@ class PromptFormat:
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     keep_messages: bool = False
+    demonstrates: bool = False
     max_prompt_len: int | None = None
     limit_flag: str = "--rollout-max-prompt-len"  # sets max_prompt_len
 
@@ -72,6 +74,7 @@ class PromptFormat:
             apply_chat_template=data.apply_chat_template,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
             keep_messages=config.rollout.custom_generate_function_path is not None or is_demonstration,
+            demonstrates=is_demonstration,
             max_prompt_len=limit,
             limit_flag=f"--{'eval' if evaluation else 'rollout'}-max-{kind}-len",
         )
@@ -199,6 +202,8 @@ class PromptRenderer:
             messages = cast("list[dict[str, Any]]", value)
             if not has_text(messages):
                 raise _BadRowError(f"all messages of the prompt {fmt.input_key!r} are empty", "empty")
+            if fmt.demonstrates and messages[-1]["role"] == "assistant":
+                return messages
         if not fmt.apply_chat_template:
             if fmt.keep_messages:
                 return messages

@@ -27,7 +27,7 @@ import psutil
 from furlong.core.event_loop import LoopProbe
 from furlong.core.process_end import exit_now
 from furlong.core.tracing import heartbeat
-from furlong.core.user_code import is_event_loop, is_library_file, is_user_file
+from furlong.core.user_code import STACK_FRAME, is_event_loop, is_library_file, is_user_file
 from furlong.interfaces import Observer
 
 logger = logging.getLogger(__name__)
@@ -301,7 +301,6 @@ def _place(frame: FrameType) -> str:
 
 
 WORK = "cluster/rank_actor.py"  # frames above it execute a call of the driver
-FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+) in (\S+)', re.MULTILINE)
 COLLECTIVES = "torch/distributed/"  # an innermost function there waits for other ranks
 
 
@@ -316,7 +315,7 @@ def describe_ranks(stacks: Mapping[str, str]) -> str:
         if text.startswith("("):
             silent.append(f"{name} {text.strip()}")
         threads = re.split(r"\n\s*\n|(?=^(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE)
-        frames = next((FRAME.findall(thread) for thread in threads if WORK in thread), [])
+        frames = next((STACK_FRAME.findall(thread) for thread in threads if WORK in thread), [])
         if not frames:
             continue
         own = next((frame for frame in frames if "/furlong/" in frame[0] and WORK not in frame[0]), frames[0])

@@ -9,7 +9,7 @@ Axes: R trained response tokens, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -24,14 +24,15 @@ from furlong.core.sample import UNKNOWN_VERSION
 from furlong.interfaces import SamplingParams, TokenStats
 
 Cause = Literal[
-    "stale_version", "sampling_transform", "flat", "quantization", "routing", "numerics", "unexplained"
+    "stale_version", "sampling_transform", "flat", "shifted", "quantization", "routing", "numerics", "unexplained"
 ]  # fmt: skip
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 FLOOR = 1e-4  # smaller gaps are float noise and ignored
 EXPLAINED = 0.2  # a transform explains a gap if at most this part of it remains
 FLAT_TOKENS = 8  # at least; no policy finds that many equally likely
 FITTED_TOKENS = 32  # at least, for another temperature: one of ten fits a few tokens by chance
-TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)  # that the engine may have sampled with
+# That the engine may have sampled with.
+TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -64,13 +65,15 @@ def attribute(
     is_rerouted_R: Flags | None = None,
     quantized_R: Floats | None = None,
     transformed_R: Mapping[str, Floats] | None = None,
+    shifted_R: Sequence[Floats] = (),
     rounding_limit: float = 0.0,
 ) -> Attribution:
     """Attribute each token's gap to the first cause that applies, in the order of `CAUSES`.
 
     A token is stale if older weights sampled it, and rerouted if trainer and engine chose different experts.
     `transformed_R` has the trainer's log-probs under other sampling parameters: the closest one applies if it explains
-    most of the remaining gap. Log-probs are flat if all tokens have the same. `quantized_R` has the trainer's log-probs
+    most of the remaining gap. Log-probs are flat if all tokens have the same, and shifted if those of the neighbors,
+    `shifted_R` (nan without one), explain most of the gap. `quantized_R` has the trainer's log-probs
     with the engine's quantized weights: quantization applies where they explain most of the gap. The rest is numerics
     if its mean is at most `rounding_limit`, which bfloat16 explains, and otherwise unexplained.
     """
@@ -91,6 +94,11 @@ def attribute(
     name, is_transformed_R = _best_transform(engine_R, gap_R, left_R, transformed_R or {})
     take("sampling_transform", is_transformed_R)
     take("flat", ~none_R if len(engine_R) >= FLAT_TOKENS and np.ptp(engine_R) < FLOOR else none_R)
+    rests = [np.abs(engine_R - neighbor_R)[left_R] for neighbor_R in shifted_R if len(engine_R) >= FITTED_TOKENS]
+    known = [~np.isnan(rest) for rest in rests]
+    limits = [EXPLAINED * gap_R[left_R][is_known].sum() for is_known in known]
+    is_shifted = any(rest[k].sum() < limit for rest, k, limit in zip(rests, known, limits, strict=True))
+    take("shifted", ~none_R if is_shifted else none_R)
     is_explained_R = none_R if quantized_R is None else np.abs(engine_R - quantized_R) <= EXPLAINED * gap_R
     take("quantization", is_explained_R)
     take("routing", none_R if is_rerouted_R is None else is_rerouted_R)
@@ -254,13 +262,14 @@ class LogProbSelfTest:
         if versions is not None:
             is_stale = ((versions != batch.rollout_id) & (versions != UNKNOWN_VERSION))[keep]
 
+        sizes = part.response_lengths
         others, is_rerouted, limit = dict[str, Floats](), None, 0.0
         if look is not None:
             stats = look(rows)
             assert stats.logits_RV is not None
             if stats.rerouted_R is not None and not self.replays_routing:
                 is_rerouted = (stats.rerouted_R.nan_to_num().cpu().numpy() > 0)[keep]
-            ends, sizes = part.starts[1:], part.response_lengths
+            ends = part.starts[1:]
             tokens = np.concatenate([part.tokens[end - size : end] for end, size in zip(ends, sizes, strict=True)])
             logits_RV = stats.logits_RV[torch.from_numpy(keep)]
             tokens_R = torch.from_numpy(tokens[keep]).long().to(logits_RV.device)
@@ -268,6 +277,11 @@ class LogProbSelfTest:
                 limit = rounding_limit(logits_RV, tokens_R)
             others = transforms(logits_RV, tokens_R, self.sampling)
         quantized_R = None if look_quantized is None else look_quantized(rows)
+        padded = [
+            np.pad(each.astype(np.float64), 1, constant_values=np.nan)
+            for each in np.split(trainer_R, np.cumsum(sizes)[:-1])
+        ]
+        shifted = [np.concatenate([each[side : len(each) - 2 + side] for each in padded]) for side in (0, 2)]
         return attribute(
             part.columns["rollout_log_probs"][keep].astype(np.float64),
             trainer_R[keep].astype(np.float64),
@@ -275,5 +289,6 @@ class LogProbSelfTest:
             is_rerouted_R=is_rerouted,
             quantized_R=None if quantized_R is None else quantized_R.double().cpu().numpy()[keep],
             transformed_R=others,
+            shifted_R=[each[keep] for each in shifted],
             rounding_limit=limit,
         )

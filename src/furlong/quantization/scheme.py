@@ -191,6 +191,12 @@ class QuantizationScheme:
             shapes[name] = self.form.whole_shape({part[start:]: stored[part] for part in self.part_names(name)})
         return shapes
 
+    def misfits(self, stored: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """List the stored tensors of quantized weights whose shapes contradict the format, with both shapes."""
+        whole = self.whole_shapes(stored)
+        places = ((part, p[0]) for name in sorted(self.names) for part, p in self.parts(name, whole[name]).items())
+        return [f"{part} is {list(stored[part])}, not {list(shape)}" for part, shape in places if stored[part] != shape]
+
     def whole_names(self, stored: Iterable[str]) -> frozenset[str]:
         """Return the names of a folder's tensors with those of quantized weights instead of their parts."""
         parts = {part for name in self.names for part in self.part_names(name)}

@@ -21,6 +21,7 @@ class RewardWorker:
         self._function: CustomReward | None = None
         self._args: SandboxArgs | None = None
         self._timeout_s = 0.0
+        self._memory_bytes = 0
 
     def begin(self, message: Message) -> None:
         """Begin a call."""
@@ -34,7 +35,9 @@ class RewardWorker:
 
         def form(outcomes: Sequence[Outcome]) -> Message:
             changes = [changed_fields(sample, old) for sample, old in zip(samples, before, strict=True)]
-            rows = [{"kind": each.kind, "reward": each.reward, "reason": each.reason} for each in outcomes]
+            rows = [
+                {"kind": each.kind, "reward": each.reward, "reason": self._limited(each.reason)} for each in outcomes
+            ]
             return {"outcomes": rows, "changes": changes}
 
         if function.is_async:
@@ -43,8 +46,13 @@ class RewardWorker:
         else:
             self._side.call(number, lambda: function.score(self._args, samples), form)
 
+    def _limited(self, reason: str) -> str:
+        limit = f"MemoryError with --reward-memory-limit {self._memory_bytes / 2**30:g} GiB:"
+        return reason.replace("MemoryError:", limit, 1) if self._memory_bytes else reason
+
     def _load(self, setup: Message) -> Message:
-        if setup["memory_limit_bytes"]:
+        self._memory_bytes = setup["memory_limit_bytes"] or 0
+        if self._memory_bytes:
             resource.setrlimit(resource.RLIMIT_AS, (setup["memory_limit_bytes"],) * 2)
         self._function = function = load_reward(setup["path"], group=setup["group"])
         self._args, self._timeout_s = SandboxArgs(setup["args"], setup["omitted"]), setup["timeout_s"]

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # imports a web server, which most runs do not need
     from furlong.sessions.open_session import OpenSession
 
 
+SHOWN_TEXT = 80  # characters of a result in a message
 SHOWN_ERRORS = 2000  # characters of stderr in a message
 MODEL = "default"
 RECORDED = {  # keys of metadata that furlong writes
@@ -69,6 +70,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             late = TimeoutError(f"not finished within {watch.timeout_s:g} s (--generate-timeout)")
             _record_error(args, sample, late)
         if isinstance(error, InfraError) or not is_raised_by_user(error) or not policy().session_tree.tree.nodes:
+            if policy().open_session().refusal:
+                error.add_note(f"the last request of its session was refused with {policy().open_session().refusal}")
             raise
         _record_error(args, sample, error)
         return sample
@@ -76,6 +79,11 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         record_result(sample, result)
     else:
         record_command_result(args, sample, result)
+    if isinstance(result, str) and not has_reward_function(args, sample):
+        raise RolloutError(
+            f"the agent returned the text {result[:SHOWN_TEXT]!r}, which is not a reward; return a number or an object "
+            "with `reward`, or add a reward function"
+        )
     record_posted_result(sample, policy().open_session())
     if not policy().session_tree.tree.nodes:
         sample.metadata[SILENT] = True

@@ -32,6 +32,7 @@ from furlong.rollout.generate import (
     evaluate,
     has_failed,
     is_finished,
+    kind_of,
     reset_response,
     run_group,
     session_of,
@@ -296,7 +297,9 @@ class EngineRollout:
             self._drop(state, group, "all_failed")
             size = self._batch_size
             if len(state.failed) >= (max(FAILED_GROUPS, FAILED_BATCHES * size) if self._has_kept else max(size, 2)):
-                raise RolloutError(all_failed(state.rollout_id, state.failed).text())
+                raise RolloutError(
+                    all_failed(state.rollout_id, state.failed, is_custom=self._generation.is_custom(group)).text()
+                )
             return
         state.failed.clear()
         chosen = self._hooks.dynamic_sampling_filter
@@ -449,21 +452,20 @@ def exceeds_context(sample: Sample) -> bool:
     return sample.outcome is not None and sample.outcome.kind == "failed" and "context length" in sample.outcome.reason
 
 
-def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
+def all_failed(rollout_id: int, groups: Sequence[Group], *, is_custom: bool) -> Diagnosis:
     """Diagnose why every sample fails: the most frequent reasons, and which function or limit is responsible."""
     outcomes = [s.outcome for g in groups for s in g.samples if s.status is Status.FAILED and s.outcome is not None]
-    counts = Counter(outcome.reason for outcome in outcomes)
-    reasons = "; ".join(f"{n}x {reason}" for reason, n in counts.most_common(3))
+    first = {kind_of(outcome.reason): outcome.reason for outcome in reversed(outcomes)}
+    counts = Counter(kind_of(outcome.reason) for outcome in outcomes)
+    reasons = "; ".join(f"{n}x {first[kind]}" for kind, n in counts.most_common(3))
     is_slow = sum(outcome.kind == "timed_out" for outcome in outcomes) * 2 > len(outcomes)
     finding = f"rollout {rollout_id}: every sample of {len(groups)} groups in a row failed: {reasons}"
     if sum(outcome.stage == "generate" for outcome in outcomes) * 2 <= len(outcomes):
-        remedy = "raise --reward-timeout, or --num-reward-workers" if is_slow else "fix the reward function"
-        cause = (
-            "The reward function, or the server it calls, fails for every sample; failures do not count as reward 0."
-        )
-        test = "`furlong reward test` with the same flags runs it on a few rows"
+        remedy = "raise --reward-timeout, or --num-reward-workers" if is_slow else "fix the error above"
+        cause = "Rewards fail for every sample; failures do not count as reward 0."
+        test = "`furlong reward test` with the same flags scores a few rows"
         return diagnosis("REW03", finding, cause=cause, remedy=f"{remedy}; {test}")
-    if is_slow:
+    if is_slow and not is_custom:
         cause = "The engine is too slow for --generate-timeout, or responses do not end."
         remedy = "raise --generate-timeout, or lower --rollout-max-response-len"
         return diagnosis("STOP02", finding, cause=cause, remedy=remedy)
@@ -481,6 +483,5 @@ def all_failed(rollout_id: int, groups: Sequence[Group]) -> Diagnosis:
         "HOOK01",
         finding,
         cause="Each of these samples failed: the function or command, or what it needs (a server, memory, files).",
-        remedy="fix what generates samples: --custom-generate-function-path, --agent-function-path, --agent-command or "
-        "--environment",
+        remedy="raise --generate-timeout, or make what they wait for faster" if is_slow else "fix these errors",
     )

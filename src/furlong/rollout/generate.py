@@ -64,6 +64,15 @@ CLOSE_S = 60.0  # for `close` of an environment
 logger = logging.getLogger(__name__)
 
 
+def kind_of(reason: str) -> str:
+    """Return a reason without numbers and ids, which differ between samples."""
+    return re.sub(r"[0-9a-f]{8,}|\d+", "0", reason)
+
+
+def ignored(event: str, **fields: Any) -> None:
+    """Ignore an event."""
+
+
 @dataclass(frozen=True)
 class Generation:
     """How samples of one kind (of training, or of one evaluation set) are generated and scored.
@@ -71,7 +80,7 @@ class Generation:
     flags: of the rollout, with the limit of prompt + response and the limits of episodes, which an environment may
     replace. timeout_s: limit of one sample's generation. Tokens from custom functions must be below `vocab_size` and at
     most `max_tokens` per sample, the model's context. logged_failures: kinds of failures of user code already logged.
-    chat_format: renders messages for `policy().chat`.
+    chat_format: renders messages for `policy().chat`. on_event: gets `sample_failed` for each of those kinds.
     """
 
     engine: Engine
@@ -92,6 +101,7 @@ class Generation:
     session_settings: SessionSettings = field(default_factory=SessionSettings)
     session_leaves: Leaves = "all"
     session_server: SessionServer | None = None
+    on_event: Callable[..., object] = ignored
 
     def function_of(self, sample: Sample) -> Function | None:
         """Return the sample's custom function; None for the single turn. Raises ConfigError for an invalid path."""
@@ -115,10 +125,11 @@ class Generation:
 
     def log_failure(self, what: str, sample: Sample, reason: str) -> None:
         """Log that user code failed on a sample: each of the first kinds of failure once. Metrics count all."""
-        kind = re.sub(r"\d+", "0", reason)  # lengths and ids differ between samples
+        kind = kind_of(reason)
         is_new = kind not in self.logged_failures and len(self.logged_failures) < MAX_LOGGED_FAILURES
         if is_new:
             self.logged_failures.add(kind)
+            self.on_event("sample_failed", stage="reward" if what == "the reward" else "generate", reason=reason)
         level = logging.WARNING if is_new else logging.DEBUG
         logger.log(level, "%s failed on sample %s: %s", what, sample.index, reason)
 

@@ -53,7 +53,8 @@ def rollout_metrics(
     """Measure the samples of one training rollout.
 
     Always: `rollout/response_len/*`, `rollout/truncated_ratio`, `rollout/repetition_frac`, `rollout/raw_reward`,
-    `rollout/zero_std/count_{reward}`, `rollout/zero_std_frac`, `rollout/reward_range` (largest reward less smallest, of
+    `rollout/zero_std/count_{reward}`, `rollout/zero_std_frac`, `rollout/same_response_frac` (groups whose responses are
+    all the same text), `rollout/reward_range` (largest reward less smallest, of
     all samples), and `rollout/reward_failed`, `rollout/reward_timed_out` once rewards were called.
     With sessions of agents `session/*` and `rollout/episode_versions`, with environments `env/NAME/*`, `reward/NAME`,
     with roles `role/NAME/*`.
@@ -71,6 +72,9 @@ def rollout_metrics(
     if shown.size:
         metrics["rollout/raw_reward"] = mean(float(shown.mean()), shown.size)
         metrics |= _under("rollout", _zero_std(_by_baseline(groups, reward_key) if has_roles(samples) else rewards))
+        several = [{s.response for s in group.samples} for group in groups if len(group.samples) > 1]
+        if several:
+            metrics["rollout/same_response_frac"] = mean(sum(len(t) == 1 for t in several) / len(several), len(several))
         metrics["rollout/reward_range"] = maximum(float(np.ptp(np.concatenate(rewards))))
         metrics |= _under("rollout", _suspicious(samples, reward_key))
     metrics |= _under("rollout", _outcomes(samples)) | _episode_ends(samples)
@@ -310,6 +314,7 @@ def _episode_ends(samples: Sequence[Sample]) -> Metrics:
             continue
         limit, outcome = s.metadata.get(LIMIT), s.outcome
         if limit is not None:
+            counts[f"rollout/episodes/limit/{limit}"] += 1
             counts["rollout/episodes/agent_error" if limit == "tool_time" else "rollout/episodes/policy_limit"] += 1
         elif AGENT_ERROR in s.metadata:
             counts["rollout/episodes/agent_error"] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import socket
@@ -43,7 +44,8 @@ EVERY_STEP = (
 def log_run(level: str, path: Path) -> Generator[None]:
     """Log to the terminal and to the run's log file, which stays locked by this process.
 
-    Tracebacks of errors are written to the file only; the command prints the message.
+    Tracebacks of errors are written to the file only; the command prints the message. So are the stacks of a crash in
+    compiled code, where the command enabled faulthandler: `furlong doctor --run` reads them.
     """
     level = chosen_log_level(level)
     with contextlib.closing(_RunLog(path)) as to_file:
@@ -54,13 +56,18 @@ def log_run(level: str, path: Path) -> Generator[None]:
         for handler in handlers:
             logger.addHandler(handler)
         logger.setLevel(level)
+        reports_crashes = faulthandler.is_enabled()
         try:
+            if reports_crashes:
+                faulthandler.enable(to_file.stream)
             yield
         except (Exception, KeyboardInterrupt) as error:
             logger.removeHandler(handlers[0])
             logger.error("the run ended with %s", type(error).__name__, exc_info=error)
             raise
         finally:
+            if reports_crashes:
+                faulthandler.enable(2)
             for handler in handlers:
                 logger.removeHandler(handler)
                 handler.close()

@@ -181,7 +181,9 @@ def _build(context: RunContext, resolved: Resolved, opened: contextlib.ExitStack
         gateway = build_gateway(context, engine, specs, opened)
         name = trained_model(config).name if routers else MODEL
         routers = routers if gateway is None else {**routers, name: gateway.address}
-    rollout_context = dataclasses.replace(context.with_routers(routers), session_server=session_server)
+    rollout_context = dataclasses.replace(
+        context.with_routers(routers), session_server=session_server, on_event=watch.notify
+    )
     rollout = build_rollout(rollout_context, engine, source, ledger, specs)
     return Built(
         parts=Parts(

@@ -24,6 +24,7 @@ from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.sandbox import Sandbox
 from furlong.rollout.agents import AgentHooks
 from furlong.rollout.episodes import EpisodeLoad
+from furlong.rollout.generate import ignored
 from furlong.sandboxes.code_sandbox import ISOLATION
 from furlong.tracking.rollout_dump import SAMPLES, RolloutDumps
 from furlong.tracking.run_files import StepFile
@@ -42,7 +43,7 @@ class RunContext:
 
     rewards, files: collected while parts are built, to be closed at the end. load: permits of all episodes.
     verifier_sandboxes: by verifier, shared by all rewards, so that training and evaluation use the same workers.
-    client_key: that user functions send to the addresses in `args`; None for no key.
+    client_key: that user functions send to the addresses in `args`; None for no key. on_event: records events.
     """
 
     config: Config
@@ -63,6 +64,7 @@ class RunContext:
     load: EpisodeLoad = field(default_factory=EpisodeLoad)
     session_server: SessionServer | None = None
     client_key: str | None = None
+    on_event: Callable[..., object] = ignored
 
     def __post_init__(self) -> None:
         os.environ[ISOLATION] = self.config.session.sandbox_isolation  # also for functions in worker processes

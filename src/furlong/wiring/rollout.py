@@ -278,6 +278,7 @@ def _generation(context: RunContext, engine: Engine, trained: RolloutFlags, *, e
         session_settings=session_settings(config.session, context.hooks),
         session_leaves=context.hooks.session_leaves or cast("Any", config.session.session_leaves),
         session_server=context.session_server,
+        on_event=context.on_event,
     )
 
 

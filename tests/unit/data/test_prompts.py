@@ -206,6 +206,16 @@ def test_the_chat_template_is_applied_with_tools_and_kwargs(tmp_path: Path) -> N
     assert prompts[0].apply_chat_template_kwargs == kwargs
 
 
+def test_demonstrations_stay_messages_with_and_without_the_template(tmp_path):
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"input": messages}) + "\n" + json.dumps({"input": "1+1"}) + "\n")
+    for applies in (True, False):
+        prompts = table(path, PromptFormat(apply_chat_template=applies, keep_messages=True, demonstrates=True))
+        assert prompts[0].text == messages
+        assert isinstance(prompts[1].text, str)
+
+
 def test_a_conversation_that_the_template_rejects_is_a_bad_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"input": [{"role": "villain", "content": "x"}]}])
     with pytest.raises(DataError, match=r"line 1: .*TemplateError: no villains"):

@@ -40,6 +40,15 @@ def test_log_probs_that_are_all_the_same_are_flat() -> None:
     assert colder.shares["sampling_transform"] == pytest.approx(1)
 
 
+def test_log_probs_of_the_neighboring_tokens_are_shifted() -> None:
+    padded = np.pad(TRAINER_R, 1, constant_values=np.nan)
+    neighbors = padded[:-2], padded[2:]
+    for neighbor_R in neighbors:
+        engine_R = np.nan_to_num(neighbor_R)
+        assert attribute(engine_R, TRAINER_R, shifted_R=neighbors).shares["shifted"] == pytest.approx(1)
+    assert attribute(TRAINER_R - 0.2, TRAINER_R, shifted_R=neighbors).shares["shifted"] == 0
+
+
 def test_shares_add_up_to_one_with_all_causes_at_once() -> None:
     engine_R = TRAINER_R + RNG.normal(size=40)
     flags = {name: RNG.random(40) < 0.4 for name in ("is_stale_R", "is_rerouted_R")}

@@ -193,6 +193,9 @@ def test_a_full_disk_names_the_flag_of_checkpoints_or_of_weights_for_engines() -
     assert re.findall(r"--[a-z-]+", found.remedy)[0] == "--update-weight-disk-dir"
     found = diagnose(line.replace("/fast/weights/v2", "/slow/save"), update_weight_disk_dir="/fast/weights")
     assert re.findall(r"--[a-z-]+", found.remedy)[0] == "--save"
+    frame = '  File "src/furlong/files/sample_file.py", line 71, in save_samples\n    save_file(tensors, draft)\n'
+    found = diagnose(f"Traceback (most recent call last):\n{frame}SafetensorError: No space left on device")
+    assert re.findall(r"--[a-z-]+", found.remedy) == ["--save-debug-rollout-data"]
 
 
 def test_an_engine_that_exited_by_itself_was_not_ended_from_outside() -> None:

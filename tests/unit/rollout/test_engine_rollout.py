@@ -145,16 +145,18 @@ def test_the_function_that_fails_for_every_sample_is_named_with_a_fix():
     cases = [
         (Outcome.failed("gone"), {}, "REW03", "`furlong reward test`"),
         (Outcome.timed_out(3), {}, "REW03", "--reward-timeout"),
-        (Outcome.failed("KeyError: 1", stage="generate"), {}, "HOOK01", "--custom-generate-function-path"),
+        (Outcome.failed("KeyError: 1", stage="generate"), {}, "HOOK01", "fix these"),
         (Outcome.timed_out(3, stage="generate"), {}, "STOP02", "--generate-timeout"),
         (Outcome.failed("no answer", stage="generate"), {SILENT: True}, "AGT07", "OPENAI_BASE_URL"),
     ]
     for outcome, metadata, id, flag in cases:
         group = Group(0, [Sample(status=Status.FAILED, outcome=outcome, metadata=metadata) for _ in range(3)])
-        diagnosis = all_failed(7, [group])
+        diagnosis = all_failed(7, [group], is_custom=False)
         finding = f"rollout 7: every sample of 1 groups in a row failed: 3x {outcome.reason}"
         assert (diagnosis.id, diagnosis.finding) == (id, finding)
         assert flag in diagnosis.remedy
+    slow = Group(0, [Sample(status=Status.FAILED, outcome=Outcome.timed_out(3, stage="generate"))])
+    assert all_failed(7, [slow], is_custom=True).id == "HOOK01"
 
 
 def test_a_reward_that_starts_to_fail_ends_the_run():

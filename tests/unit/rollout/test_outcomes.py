@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def check(samples: list[Sample], ends: dict[str, tuple[str, str, Status]], count
     metrics = rollout_metrics([Group(0, samples)])
     prefix = "rollout/episodes/"
     found = {key.removeprefix(prefix): each.value for key, each in metrics.items() if key.startswith(prefix)}
-    assert found == counts
+    limits = Counter(f"limit/{limit}" for limit, _, _ in ends.values() if limit)
+    assert found == counts | limits
 
 
 def test_of_a_generate_function(tmp_path: Path):

@@ -105,7 +105,8 @@ def unchanged_parameters(event: Event, before: Sequence[Event], facts: RunFacts)
         "SYNC02",
         f"version {event['version']}: {len(names)} of {event['tensors']} tensors did not change in "
         f"{UNCHANGED_UPDATES} weight updates while others did: {abbreviate(names, 3)}",
-        cause="They get no gradient: the model does not use them, or a custom function detaches them.",
+        cause="Candidates: the model does not use them, they are all zero (`furlong check`), or a custom function "
+        "detaches them.",
         remedy="list them in --freeze-params-name-list if that is intended; otherwise check what uses them",
         severity="warning",
         evidence={"version": event["version"], "tensors": names[:16], "count": len(names)},
@@ -321,15 +322,25 @@ def hang(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert | None
     """HANG01: the event `hang` {seconds, doing, updates_weights, report, stops, last, queues, waits, requests}."""
     del before
     last = ", ".join(f"{name} {age} s ago" for name, age in dict(event.get("last", {})).items())
+    limit_s = facts.config.fault.hang_timeout
+    cause = f"One part waits for another that does not answer, or it takes longer than --hang-timeout {limit_s:g}."
     remedy = (
-        "fix the function named above, or what it waits for; a reward is abandoned after --reward-timeout, a response "
-        "after --generate-timeout; if responses do not end, see STOP02; if an engine does not answer, see its log"
+        "raise --hang-timeout if what is named above is only slow; --reward-timeout and --generate-timeout limit what "
+        "functions wait for; if responses do not end, see STOP02; if an engine "
+        "does not answer, see its log"
     )
+    if str(event.get("doing")).startswith("functions wait"):
+        cause = "A function waits for something that does not answer."
+        remedy = (
+            "fix the function named above, or what it waits for; a reward is abandoned after --reward-timeout, a "
+            "response after --generate-timeout"
+        )
     if event.get("updates_weights"):
         remedy = f"weights do not arrive (SYNC01): {transport_spec(facts.transport).timeout_fix}"
     return alert(
         "HANG01",
         f"no progress for {event.get('seconds')} s: {event.get('doing')} (last: {last})",
+        cause=cause,
         remedy=f"{remedy}; all stack traces are in {event.get('report')}"
         + ("" if event.get("stops") else "; --on-hang stop ends such a run"),
         evidence=_fields(event),

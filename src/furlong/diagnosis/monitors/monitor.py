@@ -180,7 +180,7 @@ def alert(
 class StepContext:
     """One step: its merged metrics, the earlier rows (oldest first), and the last value of each `selftest/` metric.
 
-    events: the last ones that monitors read, by name.
+    events: the last ones by name; `diagnosis` are those of the preflight and of the monitors.
     """
 
     step: int
@@ -208,6 +208,11 @@ class StepContext:
     def alert(self, id: str, finding: str, *, evidence: Mapping[str, Any], **details: Any) -> Alert:
         """Make an alert with this step in its finding and evidence."""
         return alert(id, f"step {self.step}: {finding}", evidence={"step": self.step, **evidence}, **details)
+
+    def reported(self, *ids: str) -> list[str]:
+        """Return those of `ids` that the preflight or an earlier step reported, infos aside."""
+        found = [each for each in self.events.get("diagnosis", ()) if each["severity"] != "info"]
+        return [id for id in ids if any(each["id"] == id for each in found)]
 
     def recent(self, name: str, count: int) -> list[float]:
         """Return a metric in the last `count` rows, newest last. Rows without it are skipped."""
@@ -259,8 +264,7 @@ class MonitorSuite:
         """Check the merged metrics of one step; return what is new."""
         row = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._selftest |= {name: value for name, value in row.items() if name.startswith("selftest/")}
-        events = {name: tuple(each) for name, each in self._events.items()}
-        context = StepContext(step, row, tuple(self._rows), self.facts, dict(self._selftest), events)
+        context = StepContext(step, row, tuple(self._rows), self.facts, dict(self._selftest), self._events)
         diagnoses = [self._report(monitor, monitor.check(context)) for monitor in self._step_monitors]
         self._rows.append(row)
         return [diagnosis for diagnosis in diagnoses if diagnosis is not None]
@@ -268,8 +272,8 @@ class MonitorSuite:
     def event(self, event: Event) -> list[Diagnosis]:
         """Check one event, an object with the key `event`; return what is new."""
         name = str(event["event"])
-        if name not in self._event_monitors:
-            return []
+        if name == "start":
+            self._events.clear()
         before = tuple(self._events[name])
         diagnoses = [self._report(m, m.check(event, before, self.facts)) for m in self._event_monitors[name]]
         self._events[name].append(event)
@@ -283,6 +287,7 @@ class MonitorSuite:
         if last is not None and alert.level < last * monitor.again:
             return None
         self._reported[monitor, alert.kind] = alert.level
+        self._events["diagnosis"].append(alert.diagnosis.record())
         return alert.diagnosis
 
 

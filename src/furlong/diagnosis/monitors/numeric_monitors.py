@@ -34,6 +34,7 @@ PPO_KL = 1e-2
 # exceeded 1.6 times the median of the earlier ones.
 FIRST_GRAD_NORM = 100.0
 GRAD_JUMP = 20.0
+LARGE_REWARDS = 10.0  # difference between the largest and the smallest
 GRAD_ROWS, GRAD_LEAST = 32, 8
 # Share of the engine's expert choices that the trainer agrees with; kernels alone leave more than 0.95.
 ROUTING = 0.9
@@ -81,7 +82,7 @@ def engine_mismatch(now: StepContext) -> Alert | None:
         return None
     shares = {
         name.removeprefix("selftest/share/"): value
-        for name, value in now.row.items()
+        for name, value in now.selftest.items()
         if name.startswith("selftest/share/") and value > 0
     }
     largest = now.row.get("selftest/logp_max_diff")
@@ -89,6 +90,9 @@ def engine_mismatch(now: StepContext) -> Alert | None:
     causes = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in by_size)
     first = by_size[0][0] if by_size else ""
     cause, remedy = MISMATCHES[first or "unexplained"]
+    if (flag := now.facts.generating_flag) and first in ("", *OF_FUNCTIONS):
+        cause, remedy = OF_FUNCTIONS[first or "unexplained"]
+        remedy = remedy.format(flag)
     severity: Severity = "error" if gap > GAP_ERROR else "warning"
     if gap <= GAP_ERROR and first in ("numerics", "quantization", "unexplained") and now.facts.config.algo.use_tis:
         severity = "info"  # which importance sampling corrects
@@ -155,8 +159,8 @@ def _is_gap_meaningful(now: StepContext) -> bool:
     return not (now.facts.has_old_policy and now.num_optimizer_steps > 1)
 
 
-# Cause (None: that of the catalogue) and remedy by the largest share of the self-test.
-MISMATCHES: dict[str, tuple[str | None, str]] = {
+# Cause and remedy by the largest share of the self-test.
+MISMATCHES: dict[str, tuple[str, str]] = {
     "stale_version": (
         "Older weights sampled the tokens than the engine reported.",
         "update weights after every rollout (--update-weights-interval 1); engines must report versions",
@@ -171,6 +175,10 @@ MISMATCHES: dict[str, tuple[str | None, str]] = {
         "if your function fills them in, keep the engine's; if they are chance, -ln(vocabulary size), the engine's "
         "output layer got no weights (--check-weight-update-equal, and `furlong doctor --explain SYNC04`)",
     ),
+    "shifted": (
+        "Each token has the log-prob of its neighbor: the lists are shifted by one.",
+        "pair tokens and log-probs from the same position of the engine's answer",
+    ),
     "quantization": (
         "The engine computes with quantized weights, the trainer does not.",
         "correct the difference with --use-tis, or train with the engine's values: --int4-qat for INT4",
@@ -184,11 +192,27 @@ MISMATCHES: dict[str, tuple[str | None, str]] = {
         "correct the difference with --use-tis, or compute in float32 (--embedded-dtype float32, --fp32)",
     ),
     "unexplained": (
-        None,
+        "Candidates: another precision or kernel, other weights in the engine, or a custom function that changes "
+        "tokens or log-probs.",
         "use the same precision in engine and trainer (--embedded-dtype auto; --sglang-kv-cache-dtype auto), and "
         "compare the weights with --check-weight-update-equal; if both are equal, look at what sets rollout_log_probs "
         "and the prompt in your functions, and at the engine's sampling parameters (SGLang computes log-probs after "
         "--rollout-min-new-tokens masks stop tokens); --use-tis corrects small differences",
+    ),
+}
+
+
+# The same if the user's code, which {} names, passes on the engine's log-probs.
+OF_FUNCTIONS: dict[str, tuple[str, str]] = {
+    "sampling_transform": (
+        "The samples were drawn at another temperature, or with other top-p or top-k, than the trainer assumes.",
+        "pass `sampling_params` unchanged to the engine in {}, or set --rollout-temperature and the like to its values",
+    ),
+    "unexplained": (
+        "Neither versions, sampling parameters nor rounding explain it. Candidates: log-probs that do not belong to "
+        "these tokens, or are not natural logarithms of probabilities.",
+        "check what {} stores in rollout_log_probs; if it stores the engine's values, compare the weights with "
+        "--check-weight-update-equal",
     ),
 }
 
@@ -245,26 +269,34 @@ def gradient(now: StepContext) -> Alert | None:
     usual = statistics.median(before)
     if norm <= GRAD_JUMP * max(usual, statistics.fmean(before)):
         return None
-    return _gradient_alert(now, "train/grad_norm", norm, f"{norm / usual:.0f} times the median of the earlier steps")
+    # A single one that is clipped does no harm.
+    is_single = facts.config.optim.clip_grad > 0 and max(before) <= GRAD_JUMP * usual
+    excess = f"{norm / usual:.0f} times the median of the earlier steps"
+    return _gradient_alert(now, "train/grad_norm", norm, excess, severity="info" if is_single else None)
 
 
-def _gradient_alert(now: StepContext, name: str, value: float, excess: str) -> Alert:
-    cause, remedy = (
-        None,
-        (
-            "inspect this step's samples (--save-debug-rollout-data), their template (`furlong template check`) and "
-            "--label-key; scale rewards to about 0 to 1, or remove --disable-grpo-std-normalization; lower --lr; "
-            "--clip-grad limits each step"
-        ),
+def _gradient_alert(now: StepContext, name: str, value: float, excess: str, severity: Severity | None = None) -> Alert:
+    algo, reward_range = now.facts.config.algo, now.row.get("rollout/reward_range", 0.0)
+    cause = "Candidates: samples or a chat template that do not fit the model, or steps that are too large."
+    remedy = (
+        "inspect this step's samples (--save-debug-rollout-data) and their template (`furlong template check`); lower "
+        "--lr; --clip-grad limits each step"
     )
     if name == "train/ppo_kl":
-        cause = "Two passes over the same weights differ: kernels, or a split over ranks."
-        remedy = "try --fp32"
+        cause, remedy = "Two passes over the same weights differ: kernels, or a split over ranks.", "try --fp32"
+    elif algo.use_kl_loss and algo.kl_loss_coef > 1:
+        cause, remedy = f"--kl-loss-coef {algo.kl_loss_coef:g} outweighs the reward.", "use 0.001 to 0.1"
+    elif algo.loss_type == "custom_loss":
+        cause, remedy = "Candidates: the scale of --custom-loss-function-path, or samples.", "check that function"
+    elif reward_range > LARGE_REWARDS and not (algo.rewards_normalization and algo.grpo_std_normalization):
+        cause = f"Rewards range over {reward_range:.3g} and are not divided by their standard deviation."
+        remedy = "scale rewards to about 0 to 1, or remove --disable-grpo-std-normalization; check --label-key"
     return now.alert(
         "NUM03",
         f"{name} is {value:.4g}, {excess}",
         cause=cause,
         remedy=remedy,
+        severity=severity,
         evidence={
             "metric": name,
             "value": value,
@@ -272,7 +304,7 @@ def _gradient_alert(now: StepContext, name: str, value: float, excess: str) -> A
             "reward_range": now.row.get("rollout/reward_range"),
         },
         level=value,
-        kind=name,
+        kind=f"{name} {severity}",
     )
 
 

@@ -11,16 +11,20 @@ from furlong.config.checks.value_checks import BOXED
 from furlong.config.facts import max_staleness
 from furlong.config.sections import Config
 from furlong.core.algorithms import ALGORITHMS
+from furlong.core.text import abbreviate
 from furlong.diagnosis.monitors.monitor import HISTORY, Alert, Row, RunFacts, StepContext, StepMonitor
 from furlong.errors import ConfigError
 from furlong.tools.template_test import describe_ends
 
 TRUNCATED, TRUNCATED_SAMPLES = 0.9, 32  # share of the first samples; tight limits of healthy recipes truncate 0.3-0.7
+HOT = 1.5  # a temperature at which few tokens are those that the model would choose
+EARNS_MORE = 1.5  # times the reward before: longer responses pay
 SHORT_ANSWER = 4  # a limit below which answers that get rewards need no end of turn, as of classifiers
 ENDED, BROKEN_ROWS, BROKEN_SAMPLES = 0.3, 3, 96  # share cut off at first; later steps in a row, and their samples
 NO_SPREAD_STEPS, NO_SPREAD_SAMPLES = 3, 64  # in a row; at 10 % right answers, 64 are equal once in 700 times
 COLLAPSE_OF, COLLAPSE_TO, COLLAPSE_ROWS = 0.2, 0.1, 5  # a mean reward above the first fell to this part of it
 COLLAPSE_SUM = 20.0  # rewards of 1 in a mean: 2 where 10 are usual happens once in 360 times
+FAILED_AGENTS = 0.5  # of the samples
 FAILED_WARNING = 0.01  # of the samples; below it the severity is info: a verifier may time out once
 BLOCKED_SHARE, BLOCKED_LEAST_S = 0.5, 1.0  # of a rollout, and at least
 WAITED = 0.2  # of a step, that training waits for rollouts: below it nothing is gained
@@ -30,16 +34,34 @@ DATA_SHARE, DATA_LEAST_S, DATA_ROWS = 0.2, 0.1, 3  # of these steps together, an
 HACKS, HACK_SHARE = 8, 0.9  # suspicious samples with the highest reward, and their share of the suspicious ones
 REWARD_SHARE, REWARD_LEAST_S, REWARD_ROWS = 0.5, 1.0, 3  # of a rollout, in each of these steps, and at least
 CONTEXT_FULL = 0.1  # of the samples
+LIMITED = "rollout/episodes/limit/"  # number of episodes that ended at this limit
+EPISODE_LIMITS = {
+    "turns": "--max-turns",
+    "tokens": "--max-episode-tokens",
+    "episode_time": "--episode-timeout",
+    "turn_time": "--turn-timeout",
+    "tool_time": "--tool-timeout",
+}
 TOKEN_RATE = "perf/tokens_per_gpu_per_sec"
 SPEEDS = {TOKEN_RATE, "perf/longest_sample_tokens_per_sec"}
-BROKEN = (
-    "The policy left what earned the reward. Candidates are steps that are too large, a term of the loss that "
-    "outweighs the reward, and a custom loss function."
-)
-BROKEN_REMEDY = (
-    "resume from a checkpoint before that, or restart, with a lower --lr; check --entropy-coef (0.001 is common), "
-    "--kl-loss-coef and --kl-coef (0.001 to 0.1), and --weight-decay (0.1)"
-)
+SAME_RESPONSES = 0.9  # of the groups
+DECAYED = 1e-2  # of the weights, in each step, from which on weight decay may be what breaks a policy
+# Findings that may be why rewards carry no signal.
+EXPLAINING = [
+    "DATA01",
+    "DATA02",
+    "TPL01",
+    "TPL02",
+    "TPL03",
+    "STOP01",
+    "STOP02",
+    "REW01",
+    "REW03",
+    "HOOK01",
+    "TOOL01",
+    "TOOL02",
+    "NUM02",
+]
 
 
 def truncation(now: StepContext) -> Alert | None:
@@ -47,14 +69,22 @@ def truncation(now: StepContext) -> Alert | None:
     facts, rollout = now.facts, now.facts.config.rollout
     ratios = now.recent("rollout/truncated_ratio", HISTORY)
     ratio, limit = now.row.get("rollout/truncated_ratio"), rollout.rollout_max_response_len
-    if ratio is not None and facts.generating_flag:
-        ratio -= now.row.get("rollout/context_full_frac", 0.0)  # of conversations: TOOL02
+    if ratio is not None and facts.generating_flag:  # TOOL02
+        ratio -= now.row.get("rollout/context_full_frac", 0.0)
+        limited = sum(now.row.get(LIMITED + name, 0.0) for name in ("environment", *EPISODE_LIMITS))
+        ratio -= limited / (facts.num_samples or math.inf)
     if ratio is None or ratio < TRUNCATED:
+        return None
+    if now.reported("TPL03"):
         return None
     if limit is not None and limit < SHORT_ANSWER and now.row.get("rollout/reward_range", 0.0) > 0:
         return None
     rows = next((i for i, each in enumerate(reversed(ratios)) if each < TRUNCATED), len(ratios))
     has_ended = rows < len(ratios)
+    if has_ended and any(
+        "best" in each["evidence"] for each in now.events.get("diagnosis", ()) if each["id"] == "REW02"
+    ):
+        return None  # the fall of the reward was reported
     samples = BROKEN_SAMPLES if has_ended else TRUNCATED_SAMPLES
     least = max(math.ceil(samples / (facts.num_samples or math.inf)), BROKEN_ROWS if has_ended else 1)
     is_early = now.step < facts.first_step + max(least, 2)
@@ -67,22 +97,34 @@ def truncation(now: StepContext) -> Alert | None:
         "longest": now.row.get("rollout/response_len/max"),
         "max_response_len": limit,
     }
+    is_better = False
     if has_ended:  # with the same flags, responses ended before the weights changed
         finding += f" ({ratios[0]:.0%} in the first step)"
         rewards = now.recent("rollout/raw_reward", HISTORY)
         if len(rewards) > rows:
-            evidence |= {"reward_before": statistics.fmean(rewards[:-rows]), "reward": rewards[-1]}
-            finding += f"; the mean reward is {rewards[-1]:.3g}, before it was {evidence['reward_before']:.3g}"
-        return now.alert("STOP02", finding, cause=BROKEN, remedy=BROKEN_REMEDY, evidence=evidence, kind="broken")
+            before = statistics.fmean(rewards[:-rows])
+            evidence |= {"reward_before": before, "reward": rewards[-1]}
+            finding += f"; the mean reward is {rewards[-1]:.3g}, before it was {before:.3g}"
+            is_better = statistics.fmean(rewards[-rows:]) > EARNS_MORE * before
+        cause, remedy = _broken(facts.config)
+        if is_better:
+            cause = "Longer responses have earned higher rewards."
+            remedy = "raise --rollout-max-response-len if answers need that length, or let the reward depend less on it"
+        return now.alert("STOP02", finding, cause=cause, remedy=remedy, evidence=evidence, kind="broken")
     raised = "--rollout-max-response-len" if limit else "--rollout-max-context-len"
     ends, missing = _end_tokens(facts)
-    cause = None
+    cause = "Candidates: the limit is below what answers need, or the model ends its turns with another token."
     remedy = (
-        "set the model's end of turn with --rollout-stop-token-ids or --rollout-stop (print a sample with "
-        f"--debug-rollout-print-every 1 to see it), raise {raised}, or lower --rollout-temperature (now "
-        f"{rollout.rollout_temperature:g}) or --rollout-min-new-tokens (now {rollout.rollout_min_new_tokens})"
+        f"print a sample with --debug-rollout-print-every 1; raise {raised}, or set the model's end of turn with "
+        "--rollout-stop-token-ids or --rollout-stop"
     )
-    if missing:
+    if limit and rollout.rollout_min_new_tokens >= limit:
+        cause = f"--rollout-min-new-tokens {rollout.rollout_min_new_tokens} leaves no room for an end of turn."
+        remedy = f"lower --rollout-min-new-tokens, or raise {raised}"
+    elif rollout.rollout_temperature > HOT:
+        cause = f"At --rollout-temperature {rollout.rollout_temperature:g} tokens are nearly random."
+        remedy = "use a --rollout-temperature of about 1"
+    elif missing:
         cause = "The chat template ends a turn with a token that does not stop generation."
         ids = " ".join(map(str, missing))
         remedy = f"add --rollout-stop-token-ids {ids}; if responses are still cut off, raise {raised}"
@@ -104,6 +146,8 @@ def rewards_without_spread(now: StepContext) -> Alert | None:
     reward, facts = now.row.get("rollout/raw_reward"), now.facts
     if reward is None or facts.config.algo.loss_type == "sft_loss" or truncation(now) is not None:
         return None
+    if now.row.get("rollout/truncated_ratio", 0.0) >= TRUNCATED and now.reported("STOP02"):
+        return None
     rows, size = _rows_without_spread(now, reward), facts.num_samples or math.inf
     if rows >= NO_SPREAD_STEPS and rows * size >= NO_SPREAD_SAMPLES:
         return _no_spread(now, reward, rows)
@@ -118,14 +162,45 @@ def rewards_without_spread(now: StepContext) -> Alert | None:
     return _collapse(now, max(means), means[-1], f"averaged over {window} steps")
 
 
+def _broken(config: Config, *, is_early: bool = False) -> tuple[str, str]:
+    """Return candidates for what broke a policy, of the flags that are set, and what to do."""
+    algo, flags = config.algo, config.optim
+    decay = flags.lr * flags.weight_decay
+    functions = _custom_functions(config)
+    suspects = {
+        f"--entropy-coef {algo.entropy_coef:g} (0.001 is common)": algo.entropy_coef > 0,
+        f"--kl-loss-coef {algo.kl_loss_coef:g} (0.001 to 0.1 are common)": algo.use_kl_loss and algo.kl_loss_coef > 0.1,
+        f"--weight-decay {flags.weight_decay:g}, which shrinks weights by {decay:.2%} per step": decay > DECAYED,
+        f"the sign and scale of what {functions} returns": functions,
+    }
+    named = [name for name, is_set in suspects.items() if is_set]
+    candidates = [*named, f"steps that are too large (--lr {flags.lr:g})", *(["prompts that became harder"] * is_early)]
+    remedy = "resume from a checkpoint before that, or restart"
+    remedy += f" and check {'; '.join(named)}; or lower --lr" if named else ", with a lower --lr"
+    return f"Training may have broken the policy. Candidates: {'; '.join(candidates)}.", remedy
+
+
+def _custom_functions(config: Config) -> str:
+    """Name the flags of functions that decide about the gradient."""
+    algo = config.algo
+    paths = {
+        "--custom-loss-function-path": algo.custom_loss_function_path,
+        "--custom-pg-loss-reducer-function-path": algo.custom_pg_loss_reducer_function_path,
+        "--custom-advantage-function-path": algo.custom_advantage_function_path,
+        "--custom-reward-post-process-path": config.reward.custom_reward_post_process_path,
+        "--custom-convert-samples-to-train-data-path": config.rollout.custom_convert_samples_to_train_data_path,
+    }
+    return " and ".join(flag for flag, path in paths.items() if path)
+
+
 def _means(values: Sequence[float], size: int) -> list[float]:
     return [sum(values[i : i + size]) / size for i in range(len(values) - size + 1)]
 
 
 def _collapse(now: StepContext, best: float, last: float, note: str) -> Alert:
     finding = f"the mean reward fell from {best:.3g} to {last:.3g}, {note}"
-    evidence = {"best": best, "last": last}
-    return now.alert("REW02", finding, cause=BROKEN, remedy=BROKEN_REMEDY, evidence=evidence, kind="fall")
+    cause, remedy = _broken(now.facts.config, is_early=len(now.history) < 3 * COLLAPSE_ROWS)
+    return now.alert("REW02", finding, cause=cause, remedy=remedy, evidence={"best": best, "last": last}, kind="fall")
 
 
 def _compares_in_groups(row: Row, facts: RunFacts) -> bool:
@@ -154,9 +229,15 @@ def _rows_without_spread(now: StepContext, reward: float) -> int:
 
 def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
     facts, in_groups = now.facts, _compares_in_groups(now.row, now.facts)
-    best = max((row.get("rollout/raw_reward", 0.0) for row in now.history), default=0.0)
+    before = [row["rollout/raw_reward"] for row in now.history if "rollout/raw_reward" in row][: 1 - rows]
+    best = max(_means(before, min(len(before), COLLAPSE_ROWS)), default=0.0) if before else 0.0
     is_same = now.row.get("rollout/reward_range", 0.0) == 0
-    if is_same and reward == 0 and best >= COLLAPSE_OF:
+    if (
+        is_same
+        and reward == 0
+        and best >= COLLAPSE_OF
+        and best * rows * (facts.num_samples or math.inf) >= COLLAPSE_SUM
+    ):
         return _collapse(now, best, reward, f"and stayed there for {rows} steps: there is no learning signal")
     is_known = is_same and (reward in (0.0, 1.0) or "rollout/reward_range" in now.row)
     pattern = f"every reward is {reward:.3g}" if is_known else "all samples of each group score the same"
@@ -164,20 +245,27 @@ def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
     named = f" (--label-key {label_key})" if label_key else ""
     cause = (
         f"Candidates: the reward function gives the same value to any answer, the verifier does not find the labels"
-        f"{named}, the responses are no answers (damaged weights, prompts without the question), or the task is solved "
-        "or out of reach."
+        f"{named}, the responses are no answers (damaged weights, another tokenizer, prompts without the question), or "
+        "the task is solved or out of reach."
     )
     remedy = (
         "print samples with --debug-rollout-print-every 1, and try `furlong reward test` with the same flags; check "
         "the reward function, --label-key, the answer format and the prompts; for a task that is solved or out of "
         "reach use harder or easier data"
     )
-    if in_groups and not is_known:  # the verifier does distinguish right and wrong answers
-        cause = "Every sample of a prompt gets the same answer, or all prompts are too easy or too hard."
-        remedy = (
-            "raise --rollout-temperature (--entropy-coef keeps the policy from becoming certain) or "
-            "--n-samples-per-prompt, or use prompts that are sometimes answered right"
-        )
+    if in_groups and not is_known and now.row.get("rollout/same_response_frac", 0.0) >= SAME_RESPONSES:
+        cause = "All samples of a prompt have the same response."
+        own = f"pass `sampling_params` on in {facts.generating_flag}; " if facts.generating_flag else ""
+        remedy = f"{own}raise --rollout-temperature"
+    elif in_groups and not is_known:  # the verifier does distinguish right and wrong answers
+        cause = "Responses differ, but the prompts are too easy or too hard, or the reward does not tell them apart."
+        remedy = "raise --n-samples-per-prompt, or use prompts that are sometimes answered right"
+    elif known := " and ".join(now.reported(*EXPLAINING)):
+        cause, remedy = f"A likely reason is what {known} reported before.", f"fix that first (see {known} above)"
+    elif reward == 0 and any(row.get("rollout/reward_range", 0.0) > 0 for row in now.history):  # it was not always so
+        cause, remedy = _broken(facts.config)
+        cause += f" Or answers are rarely right: hard prompts, or labels of other rows{named}."
+        remedy = f"print samples with --debug-rollout-print-every 1, and check their labels; {remedy}"
     return now.alert(
         "REW02",
         f"{pattern} for {rows} steps in a row, so there is no learning signal",
@@ -197,22 +285,53 @@ def failed_rewards(now: StepContext) -> Alert | None:
         "reward",
         "reward calls gave no reward",
         "those samples are left out, not counted as 0",
-        "The function or its server raised or did not answer in time; the log has the first reasons.",
-        "fix the function; `furlong reward test` with the same flags runs it on rows of the data",
+        "The function or its server raised or did not answer in time.",
+        "fix it; `furlong reward test` with the same flags scores rows of the data",
         "raise --reward-timeout or --num-reward-workers, or make the function faster",
     )
 
 
+def episode_limits(now: StepContext) -> Alert | None:
+    """TOOL02: episodes that end at a limit of the flags other than the context."""
+    ended = {flag: now.row.get(LIMITED + name, 0.0) for name, flag in EPISODE_LIMITS.items()}
+    flag = max(ended, key=lambda name: ended[name])
+    share = ended[flag] / (now.facts.num_samples or math.inf)
+    if share < TRUNCATED:
+        return None
+    return now.alert(
+        "TOOL02",
+        f"{share:.0%} of the episodes ended at {flag}",
+        cause="They need more than this limit, or do not end by themselves.",
+        remedy=f"raise {flag}, or end episodes earlier",
+        severity="info" if now.row.get("rollout/reward_range", 0.0) > 0 else None,  # a limit by design
+        evidence={"flag": flag, "share": share},
+        kind=flag,
+    )
+
+
 def failed_generation(now: StepContext) -> Alert | None:
-    """HOOK01: samples that were not generated because a custom generate function raised or took too long."""
+    """HOOK01: samples that were not generated as a custom function raised or took too long; agents that mostly fail."""
     flag = now.facts.generating_flag
+    scored = now.row.get("rollout/episodes/agent_error", 0.0) - now.row.get("rollout/generate_failed", 0.0)
+    scored -= now.row.get("rollout/generate_timed_out", 0.0) + now.row.get(f"{LIMITED}tool_time", 0.0)
+    if scored >= FAILED_AGENTS * (now.facts.num_samples or math.inf):
+        return now.alert(
+            "HOOK01",
+            f"{scored:.0f} of about {now.facts.num_samples} agents failed after the policy had answered"
+            f"{_reasons(now, 'generate')}; their episodes are scored, without a reward function with 0",
+            cause=f"{flag} raised, or something that it calls.",
+            remedy="fix these errors",
+            evidence={"failed": scored},
+            level=scored,
+            kind="scored",
+        )
     return _failed_calls(
         now,
         "HOOK01",
         "generate",
         "samples were not generated",
         "they are left out of the batch",
-        f"{flag} raised, or waited too long for something; the log has the first reasons."
+        f"{flag} raised, or waited too long for something."
         if flag
         else "Responses took longer than --generate-timeout.",
         "fix the error in the log (`grep 'generate function failed' run.log`)",
@@ -233,13 +352,18 @@ def _failed_calls(
     return now.alert(
         id,
         f"{failed + timed_out:.0f} of about {now.facts.num_samples} {what} ({failed:.0f} failed, {timed_out:.0f} timed "
-        f"out); {then}",
+        f"out{_reasons(now, stage)}); {then}",
         cause=cause,
         remedy=if_failed if failed >= timed_out else if_late,
         severity="warning" if share >= FAILED_WARNING else "info",
         evidence={"failed": failed, "timed_out": timed_out, "share": share},
         level=share,
     )
+
+
+def _reasons(now: StepContext, stage: str) -> str:
+    reasons = [e["reason"].partition("\n")[0] for e in now.events.get("sample_failed", ()) if e["stage"] == stage]
+    return f"; first: {abbreviate(reasons, 2, separator='; ')}" if reasons else ""
 
 
 def blocking(now: StepContext) -> Alert | None:
@@ -276,7 +400,8 @@ def reward_wait(now: StepContext) -> Alert | None:
     if not is_remote:
         remedy = (
             f"raise --num-reward-workers (now {reward.num_reward_workers}), up to the number of free CPUs, if the "
-            "function computes; make it an `async def` function if it waits for a server or a process"
+            "function computes; make it an `async def` function that awaits, without calls such as time.sleep, "
+            "if it waits for a server or a process"
         )
     return now.alert(
         "REW04",
@@ -297,13 +422,26 @@ def without_effect(now: StepContext) -> Alert | None:
         return None
     if now.step - STILL_ROWS < config.algo.num_critic_only_steps:  # the policy was not trained in all of them
         return None
-    updates = now.events.get("weights_compared", ())[-STILL_ROWS:]
+    updates = [*now.events.get("weights_compared", ())][-STILL_ROWS:]
     has_no_gradient = all(row.get("train/grad_norm") == 0 and _differs(row, config) for row in rows)
     if not has_no_gradient and (len(updates) < STILL_ROWS or any(each.get("changed") for each in updates)):
         return None
     stale, trained = now.row.get("rollout/staleness/masked_frac"), now.row.get("rollout/response_len/mean")
-    cause, remedy = None, None
-    if stale is not None and stale >= 1:
+    optim, functions = config.optim, _custom_functions(config)
+    cause = f"Steps are below the precision of the weights: --lr {optim.lr:g} is too small, or a flag reduces it."
+    remedy = "raise --lr; check its schedule, --adam-eps (1e-8) and --clip-grad (1)"
+    if has_no_gradient:
+        cause = "Advantages or loss masks are 0, or the loss does not depend on the weights."
+        remedy = "look at the advantages with --save-debug-train-data"
+        if functions:
+            cause = f"{functions} returns a constant, zeros or tensors without gradient."
+            remedy = f"correct what {functions} returns"
+    if optim.lr == 0:
+        cause, remedy = "--lr is 0.", "set --lr"
+    elif now.row.get("train/lr-pg_0") == 0:
+        cause = "The schedule's learning rate is 0."
+        remedy = "check --lr-warmup-iters, --lr-decay-iters and --min-lr"
+    elif stale is not None and stale >= 1:
         cause = "All tokens are older than --max-token-staleness, and --stale-tokens mask leaves them out of the loss."
         remedy = "raise --max-token-staleness, or use --stale-tokens pace"
     elif trained == 0:
@@ -434,18 +572,19 @@ def full_context(now: StepContext) -> Alert | None:
     )
 
 
-MONITORS = (
+MONITORS = (  # those that may explain others first
+    StepMonitor("REW03", failed_rewards, again=5),
+    StepMonitor("HOOK01", failed_generation, again=5),
+    StepMonitor("TOOL01", tool_output, again=5),
+    StepMonitor("TOOL02", full_context, again=2),
+    StepMonitor("TOOL02", episode_limits),
     StepMonitor("STOP02", truncation),
     StepMonitor("REW02", rewards_without_spread, again=4),
     StepMonitor("NUM06", without_effect),
     StepMonitor("SLOW01", slow_generation, again=2),
-    StepMonitor("REW03", failed_rewards, again=5),
     StepMonitor("REW04", reward_wait, again=1.5),
     StepMonitor("REW05", hacked_rewards, again=4),
-    StepMonitor("HOOK01", failed_generation, again=5),
     StepMonitor("HOOK02", blocking, again=1.5),
     StepMonitor("DATA03", data_wait, again=2),
     StepMonitor("ASYNC01", staleness, again=2),
-    StepMonitor("TOOL01", tool_output, again=5),
-    StepMonitor("TOOL02", full_context, again=2),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +81,16 @@ class RecordedRun:
         Values that a monitor cannot use are added to `problems`.
         """
         suite, diagnoses = MonitorSuite(MONITORS, RunFacts.of(self.config)), list[Diagnosis]()
-        for step, row in self.steps:
+        when = {event["step"]: i for i, event in enumerate(self.events) if event["event"] == "step"}
+        checks = [
+            *((when.get(s, -1), f"step {s} of {METRICS}", partial(suite.step, s, row)) for s, row in self.steps),
+            *((i, f"an event {e['event']} of {EVENTS}", partial(suite.event, e)) for i, e in enumerate(self.events)),
+        ]
+        for _, name, check in sorted(checks, key=lambda each: each[0]):
             try:
-                diagnoses += suite.step(step, row)
+                diagnoses += check()
             except UNUSABLE as error:
-                self.problems.append(f"step {step} of {METRICS} has values that cannot be checked ({error!r})")
-        for event in self.events:
-            try:
-                diagnoses += suite.event(event)
-            except UNUSABLE as error:
-                self.problems.append(f"an event {event['event']} of {EVENTS} cannot be checked ({error!r})")
+                self.problems.append(f"{name} has values that cannot be checked ({error!r})")
         return list({d.id: d for d in diagnoses}.values())
 
     def damage(self, *, is_running: bool) -> list[Diagnosis]:

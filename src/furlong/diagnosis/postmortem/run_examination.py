@@ -190,9 +190,11 @@ def _causes(run: RecordedRun, failure: Mapping[str, Any], *, status: Status) -> 
     if status == "killed":
         log = last_text(run.folder / RUN_LOG)
         log = OF_SAMPLES.sub("", log[max(log.rfind(f"furlong: {RUN_STARTS}"), 0) :])
-        lines = log.splitlines()[-LAST_LINES:]
-        cause = find_cause(SIGNATURES, [LogText(RUN_LOG, "\n".join(lines), run.flags, facts)])
-        return [each for each in (cause, killed(run)) if each is not None]
+        end, cause = killed(run, log), None
+        if "stack" not in end.evidence:
+            lines = log.splitlines()[-LAST_LINES:]
+            cause = find_cause(SIGNATURES, [LogText(RUN_LOG, "\n".join(lines), run.flags, facts)])
+        return [each for each in (cause, end) if each is not None]
     own = LogText(EVENTS, f"{failure.get('error')}: {failure['message']}", run.flags, facts, failure)
     return _search(own, _log_texts(run.folder, run.flags, facts))
 
@@ -206,7 +208,8 @@ def _search(own: LogText, logs: Sequence[LogText]) -> list[Diagnosis]:
 
 def _of_user(failure: Mapping[str, Any]) -> list[Diagnosis]:
     cause = "The custom function raised it, or something that it calls."
-    return [diagnosis("HOOK01", str(failure.get("message", "")).partition("\n")[0], cause=cause)]
+    finding = str(failure.get("message", "")).partition("\n")[0]
+    return [diagnosis("HOOK01", finding, cause=cause, remedy="fix it at the line that the message shows")]
 
 
 def _log_texts(folder: Path, flags: Mapping[str, Any], facts: Mapping[str, Any]) -> list[LogText]:

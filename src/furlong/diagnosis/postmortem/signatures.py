@@ -212,12 +212,19 @@ FREE_PORT = (
 CHECK_MODEL = "download or convert the model again; `furlong check DIR` names what is damaged or missing"
 
 
+DUMPS = {"save_samples": "--save-debug-rollout-data", "save_batch": "--save-debug-train-data"}  # by function
+
+
 def _full_disk(text: LogText, match: re.Match[str]) -> Diagnosis:
-    """DISK01, with the flag of the file that did not fit: weights for engines, or a checkpoint."""
-    folder, remedy = text.flags.get("update_weight_disk_dir"), None
+    """DISK01, with the flag of the file that did not fit: weights for engines, a dump, or a checkpoint."""
+    folder, remedy, before = text.flags.get("update_weight_disk_dir"), None, traceback_before(text.content, match)
     if folder and str(folder) in evidence_of(text, match)["text"]:
         remedy = "use --update-weight-disk-dir on another disk, without --update-weight-disk-keep-files"
-    return stated("DISK01", text, match, "the disk is full", remedy=remedy)
+    dump = next((flag for function, flag in DUMPS.items() if f", in {function}\n" in before), None)
+    if dump is not None:
+        remedy = f"free space there, or use {dump} on another disk"
+    cause = "The file that was written did not fit, or another process fills the disk."
+    return stated("DISK01", text, match, "the disk is full", remedy=remedy, cause=cause)
 
 
 def _other_shapes(text: LogText, match: re.Match[str]) -> Diagnosis:

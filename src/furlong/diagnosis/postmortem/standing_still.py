@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,16 @@ import psutil
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.text import abbreviate
+from furlong.core.user_code import STACK_FRAME, is_user_file
 from furlong.diagnosis.postmortem.recorded_run import RecordedRun
 
 LIMIT_S, LIMIT_STEPS = 300.0, 10.0  # without progress, in seconds and in longest steps
 PROGRESS_FILES = ("ledger.jsonl", "metrics.jsonl")  # written after each group, and after each step
 NO_PROGRESS = frozenset({"diagnosis", "hang", "blocked", "engine_silent", "placement_waiting"})
+CRASH = re.compile(  # as faulthandler writes it
+    rf"Fatal Python error: (?P<what>[^\n]+)\n.*?^Current thread [^\n]+\n(?P<stack>({STACK_FRAME.pattern}\n)+)",
+    re.MULTILINE | re.DOTALL,
+)
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
@@ -112,8 +118,8 @@ def without_progress(
     ]
 
 
-def killed(run: RecordedRun) -> Diagnosis:
-    """KILL01: what is known about a run without an end."""
+def killed(run: RecordedRun, log: str = "") -> Diagnosis:
+    """KILL01: what is known about a run without an end. `log` is that of its last start."""
     last = next((event for event in reversed(run.since_start) if event["event"] not in NO_PROGRESS), run.events[-1])
     resume = _how_to_resume(run)
     evidence = {"step": run.last_step, "last_event": dict(last)}
@@ -128,13 +134,27 @@ def killed(run: RecordedRun) -> Diagnosis:
             remedy=f"run the doctor on {machine}; without process {process} there, the run was killed: {resume}",
             evidence=evidence | {"machine": machine, "seconds": round(age_s, 1)},
         )
+    if (crash := CRASH.search(log)) is not None:
+        frames = [(f"{function} ({path}:{line})", path) for path, line, function in STACK_FRAME.findall(crash["stack"])]
+        users = [place for place, path in frames if is_user_file(path)]
+        caller = next((place for place in users if place != frames[0][0]), "")
+        return diagnosis(
+            "KILL01",
+            f"{run.folder}: the run crashed after step {run.last_step}: {crash['what']} in {frames[0][0]}"
+            + (f", called from {caller}" if caller else ""),
+            cause="Compiled code failed"
+            + (", called by a custom function." if users else ": a kernel or a library of this environment."),
+            remedy="the stacks of all threads are in run.log; "
+            + ("fix what that function calls" if users else "run `furlong env`, which tries compiled libraries")
+            + f"; {resume}",
+            evidence=evidence | {"stack": [place for place, _ in frames]},
+        )
     doing = {"weight_update_started": ", during a weight update", "save": ", after a save"}.get(last["event"], "")
     return diagnosis(
         "KILL01",
         f"{run.folder}: the run started but did not end; it was killed after step {run.last_step}{doing} (last event: "
         f"{last['event']})",
-        remedy="if it printed `Fatal Python error`, the stack below that is the crash; if not, check for the "
-        f"out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits; {resume}",
+        remedy=f"check for the out-of-memory killer (`dmesg | grep -i oom`) and for the scheduler's limits; {resume}",
         evidence=evidence,
     )
 

@@ -241,16 +241,17 @@ def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
         return
     # Format by format: most labels match in the first one, which needs no algebra and so no worker process.
     tries = [[answered(p, form.format(right_answer(p.label)), context.tokenizer) for p in labelled] for form in FORMS]
-    if asyncio.run(_accepts_any(reward, tries)):
+    outcomes = asyncio.run(_until_accepted(reward, tries))
+    if not outcomes:
         return
-    first = labelled[0]
+    first, raised = labelled[0], all(outcome.kind == "failed" for outcome in outcomes)
     yield diagnosis(
         "REW01",
         f"--rm-type {name} accepts none of the first {len(labelled)} labels as the answer to its row (row {first.row}: "
-        f"{first.label!r})",
+        f"{first.label!r})" + (f": {outcomes[0].reason.partition('; ')[0]}" if raised else ""),
         cause="--label-key is not the column with the answer, or the verifier expects labels in another format.",
         remedy="check --label-key and --rm-type with `furlong reward test` and the same flags",
-        severity="warning",
+        severity=None if raised else "warning",
         evidence={"rm_type": name, "labels": [str(p.label) for p in labelled]},
     )
 
@@ -277,13 +278,15 @@ async def _scored(reward: GroupReward, samples: Sequence[Sample]) -> list[Outcom
         await reward.close()
 
 
-async def _accepts_any(reward: GroupReward, tries: Sequence[Sequence[Sample]]) -> bool:
-    """Whether the reward scores a sample above 0; stops at the first."""
+async def _until_accepted(reward: GroupReward, tries: Sequence[Sequence[Sample]]) -> list[Outcome]:
+    """Return all outcomes, [] once the reward scores a sample above 0."""
+    outcomes: list[Outcome] = []
     try:
         for samples in tries:
-            if any(outcome.kind == "scored" and _number(outcome) > 0 for outcome in await reward(samples)):
-                return True
-        return False
+            outcomes += await reward(samples)
+            if any(outcome.kind == "scored" and _number(outcome) > 0 for outcome in outcomes):
+                return []
+        return outcomes
     finally:
         await reward.close()
 

@@ -107,15 +107,15 @@ def kl_without_pull(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def large_epsilon(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG05: an --adam-eps that makes Adam's steps vanish."""
+    """CFG05: an --adam-eps that makes Adam's steps vanish, as such or for clipped gradients."""
     flags = context.config.optim
-    if flags.optimizer == "adam" and flags.adam_eps > LARGE_EPSILON:
+    if flags.optimizer == "adam" and flags.adam_eps > LARGE_EPSILON * min(flags.clip_grad or 1.0, 1.0):
         yield diagnosis(
             "CFG05",
-            f"--adam-eps {flags.adam_eps:g} is far above gradients, which are at most 1 per parameter after "
-            "clipping, so steps are much smaller than --lr",
+            f"--adam-eps {flags.adam_eps:g} is far above gradients, whose norm is at most --clip-grad "
+            f"{flags.clip_grad:g}, so steps are much smaller than --lr",
             cause="Adam divides by the gradients' root mean square plus this value.",
-            remedy="use --adam-eps 1e-8, and --lr to change the size of steps",
+            remedy="use --adam-eps 1e-8 and --clip-grad 1, and --lr to change the size of steps",
             severity="warning",
         )
 

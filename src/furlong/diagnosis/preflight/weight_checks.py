@@ -88,12 +88,27 @@ def weights(context: PreflightContext) -> Iterator[Diagnosis]:
             yield from check_model(each.folder)
             continue
         yield from completeness(each.model)
+        yield from _experts(each.model)
         if quantization_seen(each.model.config, {name: t.dtype for name, t in each.model.tensors.items()}) is not None:
             found = list(quantization(each.model))
             yield from found
             problem = _quantized_problem(context, each, each.model)
             if problem and not (found and "are missing:" in problem):
                 yield from_problem(problem, {"folder": str(each.folder)}, "QNT03")
+
+
+def _experts(model: StoredModel) -> Iterator[Diagnosis]:
+    """CKPT04: more experts for each token than there are."""
+    chosen = model.text_config.get("num_experts_per_tok")
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        count = model.text_config.get(name)
+        if isinstance(count, int) and isinstance(chosen, int) and chosen > count > 0:
+            yield diagnosis(
+                "CKPT04",
+                f"{model.folder}/config.json: num_experts_per_tok {chosen} is more than {name} {count}",
+                cause="config.json was edited or belongs to another model.",
+                remedy="use the config.json that belongs to these weights",
+            )
 
 
 def _quantized_problem(context: PreflightContext, each: _Weights, model: StoredModel) -> str:
@@ -105,6 +120,12 @@ def _quantized_problem(context: PreflightContext, each: _Weights, model: StoredM
     try:
         scheme = quantized.scheme_of(each.folder, model.config, dtypes)
         assert scheme is not None
+        shapes = {name: tensor.shape for name, tensor in model.tensors.items()}
+        if not scheme.is_fixed and (misfits := scheme.misfits(shapes)):
+            return (
+                f"{each.flag} {each.folder}: {len(misfits)} tensors are not those of {scheme.form.description}: "
+                f"{abbreviate(misfits, SHOWN)}; use the config.json that was written with them"
+            )
         if config.debug.debug_rollout_only:
             return ""
         has_engine = not config.debug.debug_train_only and (context.generates or bool(used_eval_specs(config)))
