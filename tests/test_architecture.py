@@ -82,7 +82,7 @@ BUDGET = {
     "evals": 400,
     "files": 1290,
     "furlong": 1270,
-    "inference": 10020,
+    "inference": 10030,
     "loop": 1220,
     "models": 3530,
     "quantization": 1261,

@@ -96,7 +96,9 @@ def test_engines_have_a_random_key_and_what_functions_post_to_has_none(model, da
 
 
 def test_a_colocated_server_reproduces_the_run_of_the_embedded_engine(model, data, embedded, tmp_path, engines):
-    (samples, _), folder = sampled(model, data, tmp_path, engine="embedded", rollout_num_gpus=1, colocate=True)
+    (samples, _), folder = sampled(
+        model, data, tmp_path, engine="embedded", rollout_num_gpus=1, colocate=True, log_level="DEBUG"
+    )
     assert [s.tokens for s in samples] == [s.tokens for s in embedded[0]]
     for row in rows(folder):
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-4

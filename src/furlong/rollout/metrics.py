@@ -54,8 +54,8 @@ def rollout_metrics(
 
     Always: `rollout/response_len/*`, `rollout/truncated_ratio`, `rollout/repetition_frac`, `rollout/raw_reward`,
     `rollout/zero_std/count_{reward}`, `rollout/zero_std_frac`, `rollout/same_response_frac` (groups whose responses are
-    all the same text), `rollout/reward_range` (largest reward less smallest, of
-    all samples), and `rollout/reward_failed`, `rollout/reward_timed_out` once rewards were called.
+    all the same tokens), `rollout/reward_range` (largest reward less smallest), and `rollout/reward_failed`,
+    `rollout/reward_timed_out` once rewards were called.
     With sessions of agents `session/*` and `rollout/episode_versions`, with environments `env/NAME/*`, `reward/NAME`,
     with roles `role/NAME/*`.
     If there are any: `rollout/env_tokens_in_loss`, samples that train on tokens no engine sampled,
@@ -72,7 +72,7 @@ def rollout_metrics(
     if shown.size:
         metrics["rollout/raw_reward"] = mean(float(shown.mean()), shown.size)
         metrics |= _under("rollout", _zero_std(_by_baseline(groups, reward_key) if has_roles(samples) else rewards))
-        several = [{s.response for s in group.samples} for group in groups if len(group.samples) > 1]
+        several = [{tuple(s.tokens) for s in group.samples} for group in groups if len(group.samples) > 1]
         if several:
             metrics["rollout/same_response_frac"] = mean(sum(len(t) == 1 for t in several) / len(several), len(several))
         metrics["rollout/reward_range"] = maximum(float(np.ptp(np.concatenate(rewards))))

@@ -21,9 +21,9 @@ TESTED: Mapping[str, str] = {
     "torch": ">=2.11,<2.14",
     "transformers": ">=5.12,<6",
     "safetensors": ">=0.5",
-    "ray": ">=2.50",
+    "ray": ">=2.52",
     "sglang": "==0.5.16",
-    "sglang-router": ">=0.3",
+    "sglang-router": ">=0.3.2",
     "megatron-core": ">=0.16.1,<0.20",
 }
 NEEDED = ("torch", "transformers", "safetensors")

@@ -40,7 +40,7 @@ def test_an_algorithm_takes_the_flags_of_its_definition_and_refuses_those_it_wou
     assert refused(kl_coef=0.1) == (not row.kl_in_reward)
     assert refused(gamma=0.9) == (not row.discounted)
     assert refused(normalize_advantages=False) == row.whitened
-    assert refused(eps_clip_c=3.0) == (row.policy == "clipped_weight")
+    assert refused(eps_clip_c=3.0) == (row.policy in ("clipped_weight", "masked_weight"))
     assert refused(loss_constant_len=9) == (row.aggregation == "token")
     assert refused(n_samples_per_prompt=1) == (row.baseline != "none")
     assert not refused(n_samples_per_prompt=1, rewards_normalization=False)

@@ -24,5 +24,11 @@ if __name__ == "__main__":
         return make_record(name, level, path, line, message, *args, **kwargs)
 
     logging.setLogRecordFactory(_masked)
-    sys.argv = [word.replace(KEY, key) for word in sys.argv[1:]]
+    words: list[str] = []
+    for word in sys.argv[1:]:
+        if word == KEY:
+            words[-1] += f"={key}"  # a key may begin with a dash
+        else:
+            words.append(word.replace(KEY, key))
+    sys.argv = words
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
