@@ -96,7 +96,7 @@ BUDGET = {
     "sglang_layout": 770,
     "slime_api": 995,
     "tools": 3559,
-    "tracking": 1120,
+    "tracking": 1130,
     "training": 9400,
     "transfer": 710,
     "view": 1540,

@@ -80,8 +80,8 @@ def test_dequantize_trains_from_the_quantized_values(folders, tmp_path):
 def test_an_engine_server_gets_quantized_tensors_by_every_transport(folders, engines, tmp_path, transport, caplog):
     model, quantized, data = folders
     out = tmp_path / "run"
-    with caplog.at_level("INFO"):
-        served = {"engine": "embedded", "rollout_num_gpus": 1, "ref_load": model} | transport
+    with caplog.at_level("DEBUG"):
+        served = {"engine": "embedded", "rollout_num_gpus": 1, "ref_load": model, "log_level": "DEBUG"} | transport
         assert train(flags(quantized, data, out, **served)) == 2
     assert all(map(is_finite, rows(out)))
     assert rows(out)[1]["train/train_rollout_logprob_abs_diff"] > 1e-6

@@ -135,7 +135,7 @@ def test_log_probs_that_the_engine_did_not_compute(tmp_path):
     [
         (faulty_hooks.generate_at_other_temperature, "sampling_transform", "--rollout-temperature"),
         (faulty_hooks.generate_with_flat_log_probs, "flat", "--check-weight-update-equal"),
-        (faulty_hooks.generate_with_shifted_log_probs, "unexplained", "--embedded-dtype auto"),
+        (faulty_hooks.generate_with_shifted_log_probs, "unexplained", "--custom-generate-function-path"),
     ],
 )
 @pytest.mark.nightly

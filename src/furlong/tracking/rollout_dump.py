@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from furlong.core.sample import Group, Sample
 from furlong.errors import DataError
 from furlong.files.sample_file import load_samples, save_samples
@@ -61,7 +63,7 @@ class RolloutDumps:
         try:
             save_samples(path, rollout_id, groups[:count], names=names[:count])
             self._remove_old(path, prefix)
-        except (DataError, OSError) as error:
+        except (DataError, OSError, SafetensorError) as error:
             if (problem := str(error)) not in self._problems:
                 self._problems.add(problem)
                 logger.warning("samples for the run page are not saved: %s; --keep-samples 0 saves none", problem)

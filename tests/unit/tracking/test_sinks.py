@@ -243,7 +243,7 @@ def test_without_a_terminal_what_the_run_does_is_a_line_each_time(caplog):
             heartbeat.beat("micro-batch")
             while not caplog.messages or "training" not in caplog.messages[-1]:
                 time.sleep(0.005)
-    assert caplog.messages[-1] == "step 0 of 3; training 1/? micro-batches"
+    assert caplog.messages[-1].startswith("step 0 of 3; training 1/")  # of how many is known from earlier beats
 
 
 def test_the_time_left_follows_from_recent_steps(monkeypatch):
