@@ -35,7 +35,7 @@ def critic_settings(config: Config) -> CriticSettings:
     """Return the critic's settings. Raises ConfigError for a file of --megatron-config-path that is not usable."""
     algo = config.algo
     overrides = role_overrides(config, "critic")
-    load, save = (overrides.pop(name, getattr(algo, f"critic_{name}")) for name in ("load", "save"))
+    load, save = overrides.pop("load", algo.critic_load), overrides.pop("save", algo.critic_save)
     values = {"lr": config.optim.lr if algo.critic_lr is None else algo.critic_lr}
     values |= {"lr_warmup_iters": algo.critic_lr_warmup_iters}
     optim = dataclasses.replace(config.optim, **(values | overrides))

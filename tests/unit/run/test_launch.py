@@ -45,6 +45,8 @@ JUDGING = {"Problems", "Iterator[str]"}  # what functions of config/ return that
 # What is done in any case, beside the shape of the model: such a flag is only judged.
 CLAIMS = {
     "accumulate_allreduce_grads_in_fp32",
+    "critic_num_gpus_per_node",
+    "critic_num_nodes",
     "moe_permute_fusion",
     "moe_token_dispatcher_type",
     "overlap_cpu_optimizer_d2h_h2d",
