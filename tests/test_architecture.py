@@ -74,7 +74,7 @@ BUDGET = {
     "chat": 1365,
     "cluster": 1530,
     "commands": 1880,
-    "config": 6790,
+    "config": 6930,
     "core": 4221,
     "data": 2851,
     "diagnosis": 6020,

@@ -50,9 +50,6 @@ SLIME: tuple[Refusal, ...] = (
         ("--fp8-format --fp8-recipe", "training in FP8 is not implemented", "use --bf16"),
         ("--tp-comm-overlap", "tensor-parallel communication does not overlap with GEMMs", _OMIT),
         ("--moe-shared-expert-overlap", "shared experts do not overlap with the dispatch of tokens", _OMIT),
-        ("--use-opd --opd-type --opd-kl-coef --opd-teacher-load --opd-teacher-ckpt-step --teacher-port "
-         "--teacher-warmup-port --teacher-warmup-timeout-s --teacher-sample-reduction-chunk-size "
-         "--teacher-label-reduction-chunk-size", "on-policy distillation is not implemented", _OMIT),
         ("--multimodal-keys", "models are text-only", _OMIT),
         ("--load-forge-rollout-data", "a dump cannot be replayed through generation",
          "train on it with --load-debug-rollout-data")
@@ -61,6 +58,9 @@ SLIME: tuple[Refusal, ...] = (
         "refused",
         ("--replay", "the completion order of prompt groups is not recorded",
          "repeat a run with --async-buffer-size 0, or train on its dumps with --load-debug-rollout-data"),
+        ("--teacher-port --teacher-warmup-port --teacher-warmup-timeout-s --teacher-sample-reduction-chunk-size "
+         "--teacher-label-reduction-chunk-size", "a teacher is a model of the trainer or an engine",
+         "use --opd-teacher-load or --opd-teacher-urls"),
         ("--http-proxy", "requests are sent to engines directly", _OMIT),
         ("--hf", "it is not a flag of training", "name the model with --hf-checkpoint"),
         ("--logdir", "it is a flag of TensorBoard", "run `tensorboard --logdir outputs/`; furlong's is --output-dir"),
@@ -104,6 +104,12 @@ _VALUE_ROWS: tuple[tuple[str, str, Verdict, str, str], ...] = (
     ("--moe-token-dispatcher-type", "allgather", "refused",
      "it requires the same number of tokens on every rank, and packed micro-batches differ", "use alltoall"),
     ("--moe-router-dtype", "fp64", "not-yet", "routers compute in float32, as engines do", "use fp32"),
+    *(("--opd-top-k-strategy", strategy, "refused",
+       "the KL is a sum over what the policy would sample, and over tokens that it never samples it is "
+       "unstable", "use only-student")
+      for strategy in ("only-teacher", "intersection", "union", "xor")),
+    *(("--opd-reward-weight-mode", mode, "refused", "the sum would not be the KL of the policy", "use student_p")
+      for mode in ("teacher_p", "none")),
     ("--update-weight-delta-checksum", "blake3", "refused", "its library is not a dependency of furlong",
      "use xxh3-128, which has the same length"),
     ("--rm-type", "boxed_dapo", "refused", "dapo reads the line after 'Answer:', which is not inside a box",
@@ -166,7 +172,6 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
          "use --offload-train, --offload-rollout"),
         ("--use-indexer-replay --use-rollout-indexer-replay --miles-dsa-* --dsa-attention-backend",
          "sparse-attention indexers are not implemented", _OMIT),
-        ("--opd-*", "on-policy distillation is not implemented", _OMIT),
         ("--p2p-transfer-* --object-store-backend --mooncake-* "
          "--pin-rollout-manager-to-head --delay-split-train-data-by-dp --debug-skip-weight-update "
          "--debug-disable-optimizer --debug-deterministic-collective", "furlong has no such component", _OMIT)

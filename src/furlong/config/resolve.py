@@ -14,7 +14,7 @@ from furlong.config.critic import role_overrides
 from furlong.config.engine_groups import is_split, models_in_file
 from furlong.config.environment_specs import parse_environments
 from furlong.config.facts import SERVERS
-from furlong.config.sections import AlgoFlags, Config
+from furlong.config.sections import AlgoFlags, Config, OpdFlags
 from furlong.core.algorithms import find_algorithm
 from furlong.core.process_environment import API_KEY_VARIABLE
 from furlong.core.transports import default_transport
@@ -238,8 +238,20 @@ def _algorithm(config: Config, put: Put, n_samples: int) -> None:
     with contextlib.suppress(ConfigError):  # validate reports the problems of the file
         for field, value in role_overrides(config, "actor").items():
             put(field, value, ROLES_FLAG)
+    _distillation(config.opd, put)
     if algo.uses_reference:
         put("ref_load", config.rollout.hf_checkpoint, "--hf-checkpoint")
+
+
+def _distillation(opd: OpdFlags, put: Put) -> None:
+    if not opd.use_opd:
+        return
+    has_folder = opd.opd_teacher_load is not None
+    put("opd_type", "trainer" if has_folder else "sglang", f"--opd-teacher-load is {'' if has_folder else 'not '}given")
+    if opd.opd_log_prob_top_k:
+        put("opd_loss", "topk", "--opd-log-prob-top-k")
+    elif opd.opd_loss == "topk":
+        put("opd_log_prob_top_k", 32, "--opd-loss topk")
 
 
 def _slime_bounds(algo: AlgoFlags, put: Put) -> None:

@@ -366,6 +366,39 @@ class TrainFlags(TypedDict, total=False):
     """User function that reduces the policy loss."""
     custom_advantage_function_path: str | Callable[..., Any] | None
     """User function that computes advantages."""
+    use_opd: bool
+    """Distill a teacher: minimize the reverse KL to it on the policy's own samples, with any algorithm."""
+    opd_type: Literal["sglang", "megatron", "trainer"] | None
+    """Where the teacher runs: `trainer` loads --opd-teacher-load beside the policy, with any training backend
+    (`megatron` is slime's name for it); `sglang` asks engines or servers during the rollout. Default: `trainer` with
+    --opd-teacher-load, else `sglang`."""
+    opd_loss: Literal["sampled", "topk", "full"]
+    """Estimator of the reverse KL of a token: `sampled` subtracts it from the advantage, by the token that was sampled;
+    `topk` differentiates the KL over the policy's most likely tokens; `full` over the whole vocabulary, with the
+    teacher in the trainer."""
+    opd_kl_coef: float
+    """Weight of the reverse KL to the teacher."""
+    opd_task_reward_coef: float
+    """Factor of the advantages that come from rewards. 0 is distillation alone."""
+    opd_log_prob_top_k: int
+    """Number of most likely tokens per position for --opd-loss topk, which a number above 0 selects. Default with
+    --opd-loss topk: 32."""
+    opd_top_k_strategy: Literal["only-student"]
+    """Whose most likely tokens --opd-loss topk compares: the policy's."""
+    opd_reward_weight_mode: Literal["student_p"]
+    """Weights of these tokens: the policy's probabilities, as in the KL."""
+    opd_topk_per_position: bool
+    """Accepted for Miles compatibility; no effect."""
+    opd_teacher_load: str | Path | None
+    """The teacher of --opd-type trainer: a Hugging Face folder, or a checkpoint directory, of a model with the policy's
+    architecture and vocabulary."""
+    opd_teacher_ckpt_step: int | None
+    """Checkpoint step of --opd-teacher-load. Default: the latest."""
+    opd_teacher_urls: str | Path | Sequence[str | Path] | None
+    """Teachers of --opd-type sglang by name: NAME=URL of a server's /generate. The teacher called `default` scores
+    samples that name none."""
+    opd_teacher_key: str | Path
+    """Metadata key with the name of a sample's teacher."""
     train_backend: Literal["fsdp", "megatron"]
     """Training backend: `fsdp` trains Hugging Face models with PyTorch FSDP; `megatron` trains the model families of
     docs/scale-out/megatron.md with Megatron-core."""

@@ -216,7 +216,7 @@ def test_help_starts_with_the_flags_of_most_runs_and_has_all_of_them() -> None:
         (["rollout", "temperature"], ["--rollout-temperature"]),
         (["clip", "tis"], ["--tis-clip", "--tis-clip-low"]),
         (["max_grad_norm"], ["--clip-grad"]),
-        (["top"], ["--rollout-top-p", "--rollout-top-k", "--eval-top-p", "--eval-top-k"]),  # not --rollout-stop
+        (["top", "p"], ["--rollout-top-p", "--eval-top-p"]),  # not --rollout-stop
         (["checkpoints", "keep"], ["--keep-checkpoints"]),
     ],
 )

@@ -28,8 +28,8 @@ def test_an_unknown_name_gives_the_closest() -> None:
 
 
 def test_an_unsupported_slime_attribute_names_the_reason() -> None:
-    with pytest.raises(AttributeError, match=r"args\.use_opd: on-policy distillation"):
-        _ = ARGS.use_opd
+    with pytest.raises(AttributeError, match=r"args\.http_proxy: requests are sent"):
+        _ = ARGS.http_proxy
 
 
 def test_setting_or_deleting_raises() -> None:

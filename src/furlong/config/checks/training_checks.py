@@ -131,6 +131,8 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         yield from _critic(config)
     if algo.keep_old_actor:
         yield from _old_actor(config)
+    if config.opd.use_opd:
+        yield from _distillation(config)
 
 
 def _sampling(config: Config) -> Iterator[str]:
@@ -235,6 +237,41 @@ def _critic(config: Config) -> Iterator[str]:
                 )
     except ConfigError as error:
         yield str(error)
+
+
+def _distillation(config: Config) -> Iterator[str]:
+    algo, opd = config.algo, config.opd
+    loss = f"--opd-loss {opd.opd_loss}"
+    if opd.has_teacher_model and opd.opd_teacher_load is None:
+        yield f"--opd-type {opd.opd_type} without a teacher; add --opd-teacher-load FOLDER"
+    if opd.has_teacher_model and opd.opd_teacher_urls:
+        yield f"--opd-type {opd.opd_type} with --opd-teacher-urls: the teacher is in the trainer; remove one of them"
+    if not opd.has_teacher_model and opd.opd_teacher_load is not None:
+        yield (
+            "--opd-type sglang with --opd-teacher-load: engines or servers run the teacher; use --opd-type trainer, or "
+            "name servers with --opd-teacher-urls"
+        )
+    if not opd.has_teacher_model and opd.opd_loss == "full":
+        yield (
+            f"{loss} with --opd-type sglang: servers do not return the log-probs of the whole vocabulary; use "
+            "--opd-loss topk, or --opd-type trainer"
+        )
+    if opd.opd_loss == "topk" and not opd.opd_log_prob_top_k:
+        yield f"{loss} with --opd-log-prob-top-k 0; use a number of tokens, such as 32"
+    if opd.opd_loss != "topk" and opd.opd_log_prob_top_k:
+        yield f"{loss} with --opd-log-prob-top-k {opd.opd_log_prob_top_k}: remove it, or use --opd-loss topk"
+    if algo.loss_type == "sft_loss" or (algo.loss_type == "custom_loss" and opd.opd_loss != "sampled"):
+        yield (
+            f"--use-opd with --loss-type {algo.loss_type}: {loss} is part of the policy loss; use --loss-type "
+            "policy_loss"
+        )
+    if opd.opd_loss == "sampled" and not algo.compute_advantages_and_returns:
+        yield (
+            f"--disable-compute-advantages-and-returns with {loss}, which changes advantages; remove it, or use "
+            "--opd-loss topk"
+        )
+    if not opd.opd_kl_coef and not opd.opd_task_reward_coef:
+        yield "--opd-kl-coef 0 and --opd-task-reward-coef 0: nothing would be trained; use a value above 0"
 
 
 def _old_actor(config: Config) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from furlong.config.sections.algo import AlgoFlags
 from furlong.config.sections.cluster import ClusterFlags, EnginesFlags, SyncFlags
 from furlong.config.sections.megatron import ArchitectureFlags, MegatronFlags, MoeFlags
+from furlong.config.sections.opd import OpdFlags
 from furlong.config.sections.rollout import DataFlags, EvalFlags, RewardFlags, RolloutFlags
 from furlong.config.sections.run import CheckpointFlags, DebugFlags, FaultFlags, TrackFlags
 from furlong.config.sections.sessions import SessionFlags
@@ -29,6 +30,7 @@ class Config:
     eval: EvalFlags = field(default_factory=EvalFlags)
     session: SessionFlags = field(default_factory=SessionFlags)
     algo: AlgoFlags = field(default_factory=AlgoFlags)
+    opd: OpdFlags = field(default_factory=OpdFlags)
     train: TrainFlags = field(default_factory=TrainFlags)
     megatron: MegatronFlags = field(default_factory=MegatronFlags)
     moe: MoeFlags = field(default_factory=MoeFlags)
@@ -61,6 +63,7 @@ __all__ = [
     "FaultFlags",
     "MegatronFlags",
     "MoeFlags",
+    "OpdFlags",
     "OptimFlags",
     "RewardFlags",
     "RolloutFlags",
