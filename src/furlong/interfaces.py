@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.core.algorithms import Role
@@ -26,7 +28,7 @@ from furlong.core.routing import Routes
 from furlong.core.sample import Group, Sample
 from furlong.core.token_stream import TokenStream
 from furlong.core.weights import SyncReport, WeightSource
-from furlong.errors import FurlongError, TrainerError
+from furlong.errors import EngineError, FurlongError, TrainerError
 from furlong.files.atomic import PendingFiles
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -68,6 +70,20 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class TokenScores:
+    """Log-probs of the last R tokens of a sequence, by a model that reads it. Axes: K tokens per position.
+
+    log_probs_R: float32, of the tokens themselves. top_ids_RK, top_log_probs_RK: int32 and float32, of the most likely
+    tokens at their positions, the most likely first. asked_RK: float32, of the ids that were asked for.
+    """
+
+    log_probs_R: NDArray[np.float32]
+    top_ids_RK: NDArray[np.int32]
+    top_log_probs_RK: NDArray[np.float32]
+    asked_RK: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
 class Completion:
     """One generated response.
 
@@ -88,6 +104,7 @@ class Completion:
     cached_tokens: int = 0
     latency_s: float = 0.0
     routed_experts: Routes | None = field(default=None, compare=False)
+    scores: TokenScores | None = field(default=None, compare=False)  # only within an engine, for `Engine.score`
 
 
 class Engine(ABC):
@@ -104,6 +121,24 @@ class Engine(ABC):
         completion = await self.generate(prompt, params, session=session)
         tokens.put(0, completion.tokens, completion.log_probs)
         return completion
+
+    async def score(
+        self,
+        tokens: Sequence[int],
+        num_scored: int,
+        *,
+        temperature: float = 1.0,
+        num_top: int = 0,
+        ids_RK: NDArray[np.int32] | None = None,
+    ) -> TokenScores:
+        """Return log-probs of the last `num_scored` tokens, after at least one other, without generating.
+
+        num_top: number of most likely tokens to return for each position. ids_RK: further tokens of each position.
+        Log-probs are of log_softmax(logits / temperature), for which 0 is like 1. Raises EngineError for tokens that do
+        not fit into the context, and by default.
+        """
+        del tokens, num_scored, temperature, num_top, ids_RK
+        raise EngineError(f"{type(self).__name__} does not return log-probs of given tokens; use another engine")
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
@@ -134,8 +169,8 @@ class Engine(ABC):
         return False
 
     @property
-    def schema_temperatures(self) -> tuple[float, ...] | None:
-        """Temperatures at which log-probs of completions within a `json_schema` are exact; None for all."""
+    def scored_temperatures(self) -> tuple[float, ...] | None:
+        """Temperatures at which `score`, and completions within a `json_schema`, have exact log-probs; None for all."""
         return None
 
     @property

@@ -36,7 +36,15 @@ BODIES = {
         "return_routed_experts": False,
         "routed_experts_start_len": 0,
     },
-    "/generate#ids": {"input_ids": [[5, 6], [7]], "sampling_params": [PARAMS, PARAMS], "rid": ["a", "b"]},
+    "/generate#ids": {
+        "input_ids": [[5, 6], [7]],
+        "sampling_params": [PARAMS, PARAMS],
+        "rid": ["a", "b"],
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "token_ids_logprob": [5],
+    },
     "/v1/completions": {"prompt": ["a", [5, 6]], "stream_options": {"include_usage": True}, **OPENAI},
     "/v1/chat/completions": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "1"}]}],

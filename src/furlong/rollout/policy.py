@@ -188,7 +188,7 @@ class Policy:
         self, ids: list[int], params: SamplingParams, part: int | None = None, stream: TokenStream | None = None
     ) -> Completion:
         """Complete token ids, with the seed of this call, or that of `part`. `stream` gets the tokens meanwhile."""
-        exact = self.engine.schema_temperatures
+        exact = self.engine.scored_temperatures
         if params.json_schema is not None and self.is_trained and exact and params.temperature not in exact:
             raise MessageError(
                 f"structured output (tool_choice, response_format, json_schema) at temperature {params.temperature:g} "

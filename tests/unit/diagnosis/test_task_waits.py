@@ -23,7 +23,7 @@ SECONDS = 0.3
 
 
 class NeverAnswers:
-    caches_prefixes, schema_temperatures = False, None
+    caches_prefixes, scored_temperatures = False, None
 
     async def generate(self, *_: Any, **__: Any) -> Completion:
         await asyncio.Event().wait()
@@ -33,7 +33,7 @@ class NeverAnswers:
 class AnswersSoon:
     """Answers after a moment in which the event loop is idle: a report never finds it inside this engine."""
 
-    caches_prefixes, schema_temperatures = False, None
+    caches_prefixes, scored_temperatures = False, None
 
     async def generate(self, *_: Any, **__: Any) -> Completion:
         await asyncio.sleep(0.002)

@@ -201,7 +201,7 @@ def test_a_turn_repeats_an_earlier_prompt_of_its_episode_under_the_same_weights(
     answers = iter(calls)
 
     class Engine:
-        caches_prefixes, schema_temperatures = True, None
+        caches_prefixes, scored_temperatures = True, None
 
         async def generate(self, *_: object, **__: object) -> Completion:
             _, version, cached = next(answers)

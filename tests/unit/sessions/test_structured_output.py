@@ -139,7 +139,7 @@ def test_without_the_library_the_error_says_how_to_install_it(monkeypatch):
 
 def test_training_refuses_a_schema_at_a_temperature_without_exact_log_probs():
     class Sglang(ScriptedEngine):
-        schema_temperatures = (0.0, 1.0)
+        scored_temperatures = (0.0, 1.0)
 
     for temperature, is_trained, is_refused in ((0.8, True, True), (0.8, False, False), (1.0, True, False)):
         call = Policy(Sglang(), None, "s", is_trained=is_trained).generate(

@@ -41,12 +41,14 @@ from furlong.inference.embedded.decode_steps import (
     StepWeights,
     supports_blocks,
 )
-from furlong.inference.embedded.prompt_attention import PackedPrompts, PromptMask, attend_prompt
+from furlong.inference.embedded.prompt_attention import CHUNK, PackedPrompts, PromptMask, attend_prompt
 from furlong.inference.embedded.weight_table import WeightTable
+from furlong.interfaces import TokenScores
 from furlong.models import varlen_attention
 
 ROW_MULTIPLE = 4
 LENGTH_BUCKET = 32
+SCORED_TOKENS = 8 * CHUNK  # of one pass that scores; its logits are [SCORED_TOKENS, V]
 FUSED_FAMILIES = ("llama", "mistral", "mimo", "qwen2", "qwen3")
 
 
@@ -89,9 +91,15 @@ class DecodeModel(Protocol):
     routes: list[Routes]
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int], starts: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        cache: SlotCache,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        *,
+        last: int = 1,
     ) -> Tensor:
-        """Write the KV cache of `prompts` into `slots`; return the logits of the last tokens, float32 [B, V].
+        """Write the KV cache of `prompts` into `slots`; return logits of their `last` tokens, float32 [B * last, V].
 
         The slots have the cache of the first `starts` tokens already; at least one token of each prompt is left. The
         cache has room for a multiple of `CHUNK` positions.
@@ -105,6 +113,38 @@ class DecodeModel(Protocol):
         of a free slot.
         """
         ...
+
+
+def score_tokens(
+    model: DecodeModel,
+    tokens: Sequence[int],
+    num_scored: int,
+    *,
+    temperature: float,
+    num_top: int,
+    ids_RK: NDArray[np.int32] | None,
+) -> TokenScores:
+    """Compute `Engine.score` with a cache of its own, which is dropped."""
+    read = list(tokens[:-1])  # the last one is predicted only
+    cache, first = SlotCache(), len(tokens) - num_scored  # the first token that is scored
+    cache.resize(padded_rows(1), bucketed_length(len(read)))
+    num_top = min(num_top, model.vocab_size)
+    asked_RK = torch.from_numpy(np.zeros((num_scored, 0), np.int32) if ids_RK is None else ids_RK).long()
+    parts: list[tuple[Tensor, ...]] = []
+    step = SCORED_TOKENS if model.extends_prefixes else len(read)
+    for start in range(0, len(read), step):
+        end = min(start + step, len(read))
+        num_kept = min(end - start, end + 1 - first)
+        logits_TV = model.prefill([read[:end]], cache, [0], [start], last=max(num_kept, 1))
+        if num_kept <= 0:
+            continue
+        log_probs_TV = (logits_TV / temperature).log_softmax(-1)
+        own_T1 = torch.tensor(tokens[end + 1 - num_kept : end + 1], device=model.device)[:, None]
+        ids_TK = asked_RK[end + 1 - num_kept - first : end + 1 - first].to(model.device)
+        top = log_probs_TV.topk(num_top)
+        parts.append((log_probs_TV.gather(1, own_T1)[:, 0], top.indices, top.values, log_probs_TV.gather(1, ids_TK)))
+    own, top_ids, top, asked = (torch.cat(columns).cpu().numpy() for columns in zip(*parts, strict=True))
+    return TokenScores(own, top_ids.astype(np.int32), top, asked)
 
 
 @dataclass
@@ -317,7 +357,13 @@ class FusedDenseModel:
         return torch.cat([gains[0].expand(self.num_heads, -1), gains[1].expand(self.num_kv_heads, -1)])
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int], starts: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        cache: SlotCache,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        *,
+        last: int = 1,
     ) -> Tensor:
         """Run all new tokens packed into one sequence; each attends to its own prompt only."""
         self._refresh_derived()
@@ -355,9 +401,9 @@ class FusedDenseModel:
                 )[0]
                 attended[rows] = out_HTD.transpose(0, 1).flatten(1)
             x = self._mlp(x, attended, layer)
-        last = [end - 1 for end in ends]
-        last += [last[-1]] * (padded_rows(len(last)) - len(last))
-        return self._logits(x[torch.tensor(last, device=self.device)])[: len(prompts)]
+        kept = [row for end in ends for row in range(end - last, end)]
+        rows = kept + [kept[-1]] * (padded_rows(len(kept)) - len(kept))
+        return self._logits(x[torch.tensor(rows, device=self.device)])[: len(kept)]
 
     def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
         """Process one token per slot."""

@@ -16,7 +16,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.core.text import abbreviate
@@ -24,13 +26,14 @@ from furlong.core.token_stream import TextTokenizer, TokenStream
 from furlong.core.tracing import tracer
 from furlong.core.weights import NamedTensor, WeightSource
 from furlong.errors import EngineError, SyncError
-from furlong.inference.embedded.decode_model import bucketed_length
+from furlong.inference.embedded.decode_model import bucketed_length, score_tokens
 from furlong.inference.embedded.model_loading import build_model, chosen_context_len, eos_ids, kv_tokens_that_fit
 from furlong.inference.embedded.request import Finished, Progress, Request, TokenIds, check_request
 from furlong.inference.embedded.slot_batch import EngineStats, KvPolicy, SlotBatch
 from furlong.inference.embedded.structured import Grammar, Grammars
 from furlong.inference.embedded.weight_table import WeightLoad
-from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
+from furlong.inference.request_error import RequestError
+from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams, TokenScores
 from furlong.models.hf_config import load_config
 
 logger = logging.getLogger(__name__)
@@ -366,6 +369,29 @@ class EmbeddedEngine(Engine):
             self._thread.hand_over(loop)
             self._thread.post(lambda: self._batch.abort(lambda other: other is request))
             raise
+
+    async def score(
+        self,
+        tokens: Sequence[int],
+        num_scored: int,
+        *,
+        temperature: float = 1.0,
+        num_top: int = 0,
+        ids_RK: NDArray[np.int32] | None = None,
+    ) -> TokenScores:
+        """Return log-probs of the last `num_scored` tokens, from a pass of its own between two decode steps."""
+        self.check(tokens, SamplingParams(max_new_tokens=0, temperature=temperature))
+        if not 0 < num_scored < len(tokens):
+            raise RequestError(f"{num_scored} of {len(tokens)} tokens cannot be scored; the first has no log-prob")
+
+        def score() -> TokenScores:
+            if self._thread.blocked is not None:
+                raise EngineError(self._thread.blocked)
+            return score_tokens(
+                self.model, tokens, num_scored, temperature=temperature or 1.0, num_top=num_top, ids_RK=ids_RK
+            )
+
+        return await self.execute(score)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating. With "finish", running requests finish; queued ones wait for `resume`."""

@@ -306,7 +306,13 @@ class TransformersModel:
         return torch.cat(rows)
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], cache: SlotCache, slots: Sequence[int], starts: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        cache: SlotCache,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        *,
+        last: int = 1,
     ) -> Tensor:
         """Run the prompts one by one; short ones are padded on the right."""
         rows: list[Tensor] = []
@@ -318,11 +324,11 @@ class TransformersModel:
             call = _ModelCall(cache, slot=slot, start=start, length=len(prompt), masks=self._masks)
             ids = torch.tensor([tokens], device=self.device)
             positions = torch.arange(start, start + len(tokens), device=self.device).clamp_(max=len(prompt) - 1)[None]
-            last = torch.full((padded_rows(1),), count - 1, device=self.device)
-            rows.append(self._logits(call, ids, positions, last)[0, 0])
+            kept = torch.arange(count - last, count - last + padded_rows(last), device=self.device)
+            rows.append(self._logits(call, ids, positions, kept.clamp_(max=count - 1))[0, :last])
             if self.records_routes:
                 self.routes[-1] = self.routes[-1][:count]
-        return torch.stack(rows)
+        return torch.cat(rows)
 
     def decode(self, tokens_N: Tensor, positions_N: NDArray[np.int64], cache: SlotCache, length: int) -> Tensor:
         """Process one token per slot."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
+import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -106,28 +107,78 @@ class PromptFields(Schema):
         **dict.fromkeys(("return_hidden_states", "return_sampling_mask"), (False,)),
     }
 
+    SCORES: ClassVar = False  # whether log-probs of prompts are supported
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether log-probs of the prompt are asked for."""
+        start = self.logprob_start_len
+        return start is not None and start >= 0 and bool(getattr(self, "return_logprob", None))
+
     @property
     def is_list(self) -> bool:
         """Whether the prompts are a list."""
         return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
 
     def prompts(self) -> list[Any]:
-        """Return the prompts. Raises RequestError unless there are texts or ids, and none of their log-probs asked."""
+        """Return the prompts. Raises RequestError unless there are texts or ids."""
         if (self.input_ids is None) == (self.text is None):
             raise RequestError("give either input_ids or text")
-        if (self.logprob_start_len or -1) >= 0 and getattr(self, "return_logprob", None):
+        if self.wants_prompt and not self.SCORES:
             raise RequestError("logprob_start_len >= 0 (log-probs of the prompt) is not supported; leave it at -1")
         given: Any = self.input_ids if self.text is None else self.text
         return given if self.is_list else [given]
 
 
 class GenerateFields(PromptFields):
-    """The body of `/generate`. Parameters may be lists."""
+    """The body of `/generate`. Parameters may be lists.
+
+    From `logprob_start_len` on, log-probs of the prompt are returned, with those of the `top_logprobs_num` most likely
+    tokens and of the `token_ids_logprob` at each position. Unlike SGLang's, they have the request's temperature.
+    """
 
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     rid: str | list[str] | None = None  # of `Name`; msgspec 0.22 corrupts memory for a text with a pattern, or a list
     return_logprob: bool | list[bool] | None = None
     incremental_streaming_output: bool | None = None
+    top_logprobs_num: Count | None = None
+    token_ids_logprob: TokenIds | None = None
+
+    SCORES: ClassVar = True
+
+    def prompts(self) -> list[Any]:
+        """Return the prompts. Raises RequestError for log-probs that are not of a prompt, or that are streamed."""
+        if (self.top_logprobs_num or self.token_ids_logprob) and not self.wants_prompt:
+            name = "top_logprobs_num" if self.top_logprobs_num else "token_ids_logprob"
+            raise RequestError(f"{name} is supported for log-probs of the prompt only; add logprob_start_len >= 0")
+        if self.wants_prompt and self.stream:
+            raise RequestError("logprob_start_len >= 0 (log-probs of the prompt) cannot be streamed; remove stream")
+        return super().prompts()
+
+    async def scored(self, engine: EmbeddedEngine, request: GenerateRequest) -> dict[str, Any]:
+        """Return the log-probs of a request's prompt, for `meta_info`; the first of them is None."""
+        start, ids = self.logprob_start_len or 0, request.ids
+        rows: dict[str, list[Any]] = {"token": [[None, *ids[start : start + 1], None]]}
+        if self.top_logprobs_num:
+            rows["top"] = [None]
+        if self.token_ids_logprob:
+            rows["token_ids"] = [None]
+        if start >= len(ids):
+            raise RequestError(f"logprob_start_len is {start}, must be below the {len(ids)} tokens of the prompt")
+        if count := len(ids) - 1 - start:
+            asked_RK = np.tile(np.array(self.token_ids_logprob or (), np.int32), (count, 1))
+            if asked_RK.size and asked_RK.max() >= engine.model.vocab_size:
+                raise RequestError(
+                    f"token_ids_logprob has {asked_RK.max()}, must be below {engine.model.vocab_size}, the vocabulary"
+                )
+            scores = await engine.score(
+                ids, count, temperature=request.params.temperature, num_top=self.top_logprobs_num or 0, ids_RK=asked_RK
+            )
+            rows["token"] += token_log_probs(list(ids[start + 1 :]), scores.log_probs_R.tolist())
+            pairs = {"top": (scores.top_ids_RK, scores.top_log_probs_RK), "token_ids": (asked_RK, scores.asked_RK)}
+            for name in rows.keys() & pairs.keys():
+                rows[name] += [token_log_probs(*pair) for pair in zip(*(a.tolist() for a in pairs[name]), strict=True)]
+        return {f"input_{name}_logprobs": values for name, values in rows.items()}
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
@@ -224,13 +275,18 @@ async def generate(http: HttpRequest, model: ServerContext, version: str) -> Res
         )
         return event_stream(events)
     results = await completed(http, model.engine, requests)
+    scored: list[dict[str, Any]] = [{}] * len(requests)
+    if fields.wants_prompt:
+        scored = [await fields.scored(model.engine, request) for request in requests]
 
     def build() -> Any:
         pairs = zip(requests, results, strict=True)
         rows = [reply(*pair, version=version, with_log_probs=with_log_probs) for pair in pairs]
+        for row, of_prompt in zip(rows, scored, strict=True):
+            row["meta_info"] |= of_prompt
         return rows if is_list else rows[0]
 
-    return await json_reply(build, size=size_of(results))
+    return await json_reply(build, size=size_of(results) if not fields.wants_prompt else SMALL_BYTES + 1)
 
 
 def size_of(results: Sequence[Finished]) -> int:

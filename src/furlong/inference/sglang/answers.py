@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import orjson
 
 from furlong.core.routing import Routes, RoutingShape, routes_from_text
@@ -16,7 +17,7 @@ from furlong.core.sample import UNKNOWN_VERSION
 from furlong.core.text import redact_credentials, shortened
 from furlong.core.token_stream import TextTokenizer
 from furlong.errors import EngineError, UnreachableError
-from furlong.interfaces import Completion, SamplingParams
+from furlong.interfaces import Completion, SamplingParams, TokenScores
 
 EXPECTED = "furlong expects the protocol of SGLang 0.5.16"
 REASON_CHARS = 500
@@ -156,7 +157,8 @@ class AnswerReader:
 
         version: weight version of the server when the request was sent, newest: the last one given to any server that
         may have answered; None if unknown. prefilled: cached tokens of the request that computed its prompt ahead.
-        num_scored: the last tokens of the prompt, which the log-probs are of, instead of a completion.
+        num_scored: the last tokens of the prompt, which the log-probs are of, instead of a completion; they come with
+        `scores`.
         """
         with reading(where, reply):
             meta = reply["meta_info"]
@@ -183,6 +185,7 @@ class AnswerReader:
                 text=reply.get("text") or self._decoded(tokens, params),
                 cached_tokens=(meta.get("cached_tokens") or 0) if prefilled is None else prefilled,
                 latency_s=latency_s,
+                scores=_scores(meta, log_probs) if num_scored else None,
                 routed_experts=self._routes(where, meta, prompt_len + len(tokens) - 1, is_aborted=reason == "abort")
                 if params.return_routed_experts
                 else None,
@@ -209,6 +212,22 @@ class AnswerReader:
         if len(routes) != expected and not (is_aborted and len(routes) < expected):
             raise EngineError(f"{where} answered routed experts of {len(routes)} tokens; expected {expected}")
         return routes
+
+
+def _scores(meta: dict[str, Any], log_probs: list[float]) -> TokenScores:
+    """Read the log-probs of given tokens; with those of further tokens in the order of the request."""
+    count = len(log_probs)
+    top, asked = (meta.get(f"input_{name}_logprobs") or [] for name in ("top", "token_ids"))
+    top_RK3, asked_RK3 = (
+        np.array([[row[:2] for row in rows] for rows in each[-count:]], np.float64).reshape(count, -1, 2)
+        for each in (top, asked)
+    )
+    return TokenScores(
+        np.array(log_probs, np.float32),
+        top_RK3[..., 1].astype(np.int32),
+        top_RK3[..., 0].astype(np.float32),
+        asked_RK3[..., 0].astype(np.float32),
+    )
 
 
 def cached_tokens(reply: Any) -> int:

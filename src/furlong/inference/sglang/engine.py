@@ -21,6 +21,9 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from furlong.core.metric import Metrics
 from furlong.core.routing import RoutingShape
 from furlong.core.token_stream import TextTokenizer, TokenStream
@@ -45,13 +48,15 @@ from furlong.inference.sglang.answers import (
 )
 from furlong.inference.sglang.pool import ServerPool
 from furlong.inference.sglang.server import GENERATE, SglangServer
-from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams
+from furlong.interfaces import Completion, Engine, PauseMode, SamplingParams, TokenScores
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 9  # for a request to servers that are alive
 BACKOFF_S = 0.1  # before the second attempt; doubles, 26 s in all, in which a router can be restarted
 RETRY_LOG_S = 5.0  # between two log lines about retries
+EXTRA_TOP = 2  # most likely tokens to ask for, by the number of ids per position
+WINDOW_IDS = 4  # ids in a window, by the number of ids per position
 ABORT_S = 5.0  # for a server to answer aborted requests; after that they return without tokens
 
 
@@ -62,7 +67,8 @@ class InFlightRequest:
     is_abandoned: It was aborted and its server did not answer in time.
     version: Weight version of the server when the request was sent.
     prefilled: Prompt tokens that were cached before its own prompt was computed ahead; None if it was not.
-    num_scored: Tokens at the end of the prompt whose log-probs are asked for, instead of a completion.
+    num_scored: Tokens at the end of the prompt whose log-probs are asked for, instead of a completion; with those of
+        the `num_top` most likely tokens, and of `asked_ids`, at each of their positions.
     stream: Receives tokens as they are sampled.
     """
 
@@ -72,6 +78,8 @@ class InFlightRequest:
     params: SamplingParams
     stream: TokenStream | None = None
     num_scored: int = 0
+    num_top: int = 0
+    asked_ids: Sequence[int] = ()
     server: SglangServer | None = None
     call: asyncio.Task[Any] | None = None
     version: int | None = None
@@ -104,6 +112,10 @@ class InFlightRequest:
             body["return_routed_experts"] = True
         if self.num_scored:
             body["logprob_start_len"] = len(self.prompt) - self.num_scored - 1  # the first log-prob is None
+        if self.num_top:
+            body["top_logprobs_num"] = self.num_top
+        if self.asked_ids:
+            body["token_ids_logprob"] = list(self.asked_ids)
         return body
 
     def abandon(self) -> None:
@@ -120,6 +132,22 @@ def sampling_json(params: SamplingParams) -> dict[str, Any]:
     for name in ("return_routed_experts", "prefix_key"):
         values.pop(name, None)
     return values
+
+
+def _windows(
+    ids_RK: NDArray[np.int32], is_missing_RK: NDArray[np.bool_], most: int
+) -> Generator[tuple[int, int, list[int]]]:
+    """Yield ranges of positions with their missing ids in ascending order, at most `most` unless one has more."""
+    start, end, ids = 0, 0, set[int]()
+    for row in np.flatnonzero(is_missing_RK.any(1)).tolist():
+        new: set[int] = set(ids_RK[row][is_missing_RK[row]].tolist())
+        if ids and len(ids | new) > most:
+            yield start, end, sorted(ids)
+            ids = set[int]()
+        start, end = (start if ids else row), row + 1
+        ids |= new
+    if ids:
+        yield start, end, sorted(ids)
 
 
 class HttpEngine(Engine):
@@ -182,7 +210,7 @@ class HttpEngine(Engine):
         return all(server.info.has_prefix_cache and not server.info.is_furlong for server in self.servers)
 
     @property
-    def schema_temperatures(self) -> tuple[float, ...] | None:
+    def scored_temperatures(self) -> tuple[float, ...] | None:
         """Those of SGLang's log-probs of prompts, which have no temperature; greedy is like 1. None for our servers."""
         return None if all(server.info.is_furlong for server in self.servers) else (0.0, 1.0)
 
@@ -195,7 +223,7 @@ class HttpEngine(Engine):
 
     async def generate(self, prompt: list[int], params: SamplingParams, *, session: str | None = None) -> Completion:
         """Complete `prompt`. Raises EngineError with the server's reason, or naming all servers if none is left."""
-        if params.json_schema is not None and self.schema_temperatures is not None:
+        if params.json_schema is not None and self.scored_temperatures is not None:
             return await self._within_schema(prompt, params, session)
         return await self._tracked(prompt, params, session, None)
 
@@ -203,7 +231,7 @@ class HttpEngine(Engine):
         self, prompt: list[int], params: SamplingParams, tokens: TokenStream, *, session: str | None = None
     ) -> Completion:
         """`generate`, and put the tokens into `tokens` as they arrive."""
-        if params.json_schema is not None and self.schema_temperatures is not None:
+        if params.json_schema is not None and self.scored_temperatures is not None:
             return await super().stream(prompt, params, tokens, session=session)
         return await self._tracked(prompt, params, session, tokens)
 
@@ -235,10 +263,12 @@ class HttpEngine(Engine):
         stream: TokenStream | None,
         *,
         num_scored: int = 0,
+        num_top: int = 0,
+        asked_ids: Sequence[int] = (),
     ) -> Completion:
         self.pool.check_open()
         started = time.perf_counter()
-        request = InFlightRequest(self._new_rid(), session, prompt, params, stream, num_scored)
+        request = InFlightRequest(self._new_rid(), session, prompt, params, stream, num_scored, num_top, asked_ids)
         self._in_flight.add(request)
         aborts: list[asyncio.Task[None]] = []
         if stream is not None:
@@ -262,6 +292,56 @@ class HttpEngine(Engine):
             if request.call is not None:
                 request.call.cancel()  # of a coroutine that was closed, not cancelled
             request.done.set()
+
+    async def score(
+        self,
+        tokens: Sequence[int],
+        num_scored: int,
+        *,
+        temperature: float = 1.0,
+        num_top: int = 0,
+        ids_RK: NDArray[np.int32] | None = None,
+    ) -> TokenScores:
+        """Return log-probs of given tokens; SGLang's have temperature 1 (`scored_temperatures`).
+
+        SGLang returns the log-probs of one list of ids at all positions of a request, so asking for those of each
+        position would return R times as many as needed. Most of them are among the most likely tokens of the server,
+        `EXTRA_TOP` times as many as there are ids, which one request returns. The others are asked for in windows of
+        positions, as requests whose prompt is in the server's prefix cache.
+        """
+        if not 0 < num_scored < len(tokens):
+            raise EngineError(f"{num_scored} of {len(tokens)} tokens cannot be scored; the first has no log-prob")
+        params = SamplingParams(max_new_tokens=0, temperature=temperature)
+        if ids_RK is None or not ids_RK.size:
+            scores = await self._scored(tokens, params, num_scored, num_top)
+            return replace(scores, asked_RK=np.zeros((num_scored, 0), np.float32))
+        wide = max(num_top, EXTRA_TOP * ids_RK.shape[1])
+        scores = await self._scored(tokens, params, num_scored, wide)
+        is_same_RKT = ids_RK[:, :, None] == scores.top_ids_RK[:, None, :]
+        asked_RK = np.take_along_axis(scores.top_log_probs_RK, is_same_RKT.argmax(-1), 1)
+        is_missing_RK = ~is_same_RKT.any(-1)
+        first, most = len(tokens) - num_scored, WINDOW_IDS * ids_RK.shape[1]
+
+        async def fill(start: int, end: int, ids: list[int]) -> None:
+            known = await self._scored(tokens[: first + end], params, end - start, 0, ids)
+            places = np.searchsorted(ids, ids_RK[start:end]).clip(max=len(ids) - 1)
+            found = np.take_along_axis(known.asked_RK, places, 1)
+            asked_RK[start:end] = np.where(is_missing_RK[start:end], found, asked_RK[start:end])
+
+        await asyncio.gather(*(fill(*window) for window in _windows(ids_RK, is_missing_RK, most)))
+        return TokenScores(
+            scores.log_probs_R, scores.top_ids_RK[:, :num_top], scores.top_log_probs_RK[:, :num_top], asked_RK
+        )
+
+    async def _scored(
+        self, tokens: Sequence[int], params: SamplingParams, num_scored: int, num_top: int, ids: Sequence[int] = ()
+    ) -> TokenScores:
+        while True:  # an update may abort it
+            done = await self._tracked(
+                list(tokens), params, None, None, num_scored=num_scored, num_top=num_top, asked_ids=ids
+            )
+            if done.scores is not None and len(done.tokens) == num_scored:
+                return done.scores
 
     def _new_rid(self) -> str:
         """Return a request id that no server has seen."""
