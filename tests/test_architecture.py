@@ -91,7 +91,7 @@ BUDGET = {
     "rewards": 1752,
     "rollout": 4584,
     "run": 1474,
-    "sandboxes": 1430,
+    "sandboxes": 1460,
     "sessions": 3330,
     "sglang_layout": 770,
     "slime_api": 995,

@@ -367,6 +367,12 @@ try: os.kill(-1, signal.SIGKILL)
 except OSError: pass
 os._exit(3)
 """, lambda done: done.code == 3),
+    Escape("exit code by names that no text or number is", """
+number, size = os.open(b"/tmp/\\xff", os.O_RDWR | os.O_CREAT), 40 << 20
+os.ftruncate(number, size); mapped = mmap.mmap(number, size)
+for name in (b"x kB", b"\\xff\\xfe:\\n", b"RssAnon:\\t1 kB"): libc.prctl(15, name, 0, 0, 0); time.sleep(0.15)
+os._exit(3)
+""", lambda done: done.code == 3),
     Escape("exit code by a child that outlives the command", """
 if os.fork() == 0:
     os.setsid()
@@ -424,6 +430,13 @@ for folder in ("/tmp/work", "/tmp", "/dev/shm", "/dev", "/"):
 for number in range(2_000_000): open(f"/tmp/{number}", "x").close()
 escaped("2,000,000 files")
 """, _was_bounded),
+    Escape("memory in access lists of files", """
+rows = [(1, 7, 2**32 - 1), *[(2, 7, os.getuid())] * 8000, *((tag, 7, 2**32 - 1) for tag in (4, 16, 32))]
+value = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *row) for row in rows)
+for call in (lambda path: os.setxattr(path, "system.posix_acl_access", value),
+             lambda path: os.setxattr(path, "user.x", value)):
+    open("/tmp/listed", "w").close(); refused(lambda: call("/tmp/listed"))
+"""),
     Escape("memory in memfd", """
 number = call(279 if ARM else 319, b"x", 0)
 if number >= 0: os.ftruncate(number, 1 << 30); os.posix_fallocate(number, 0, 1 << 30); escaped("memfd")
@@ -473,6 +486,17 @@ for _ in range(240):
         except OSError: pass
 time.sleep(2); escaped(len(kept), "full sockets")
 """, _was_bounded),
+    Escape("memory in large buffers of sockets", """
+sent, kept = 0, []
+for _ in range(50):
+    kept += socket.socketpair()
+    for each in kept[-2:]:
+        each.setblocking(False); each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+        try:
+            while True: sent += each.send(bytes(65536))
+        except OSError: pass
+if sent > 50 << 20: escaped(sent >> 20, "MiB in 50 pairs")
+"""),
     Escape("memory in TCP connections", """
 server, kept = socket.create_server(("127.0.0.1", 0)), []
 for _ in range(200):

@@ -19,6 +19,7 @@ import re
 import resource
 import select
 import signal
+import socket
 import stat
 import struct
 import subprocess
@@ -33,12 +34,12 @@ WORK = "/tmp/work"
 _TMPFS = ("/tmp", WORK, "/dev/shm")
 _SAMPLE_S = 0.05  # between two looks at memory and the number of processes
 _CONFIRMED_AFTER_S = 0.01
-_SOCKET_BYTES = 425_984  # that the kernel may keep for a socket: twice net.core.wmem_max
 _INODE_BYTES = 1024
 _ONE_FILE_MAPPING = 32 << 20  # mappings of files and reserved addresses up to this size are not examined
 _MAPPINGS_BYTES = 1 << 20  # about 10,000 mappings; a program with PyTorch has 2,000
 _PDEATHSIG, _DUMPABLE, _CAPBSET_DROP, _CAPABILITY_VERSION = 1, 4, 24, 0x20080522
 _TASKS_PER_PROCESS = 8
+_LISTINGS, _REAPED = 8, 1000  # at most, of a look at the processes, and of processes that have ended
 
 
 def main() -> None:
@@ -98,6 +99,9 @@ class _Box:
         self._max_tasks: int | None = None  # with threads
         if self._uid is not None or kernel >= [5, 14]:  # older kernels count those of the user outside, too
             self._max_tasks = self._limits["max_processes"] * _TASKS_PER_PROCESS + 2 * (os.cpu_count() or 1)
+        with socket.socket(socket.AF_UNIX) as probe:  # commands cannot change the sizes of their buffers
+            sizes = [probe.getsockopt(socket.SOL_SOCKET, name) for name in (socket.SO_SNDBUF, socket.SO_RCVBUF)]
+        self._socket_bytes = 2 * max(sizes)  # the last message may be as long as the buffer
         self._work = os.open(WORK, os.O_RDONLY | os.O_DIRECTORY)
         self._wake, signaled = os.pipe()
         os.set_blocking(signaled, False)
@@ -151,12 +155,13 @@ class _Box:
         assert child.stdout is not None
         assert child.stderr is not None
         streams = {child.stdout.fileno(): bytearray(), child.stderr.fileno(): bytearray()}
+        for number in streams:
+            os.set_blocking(number, False)  # a command can read its own output, too
         code, reason = self._watch(child, streams, stdin, request["timeout_s"], request["output_bytes"])
         self._kill_all()
         for number, kept in streams.items():
-            while part := os.read(number, 1 << 16):
-                kept += part
-                del kept[: -request["output_bytes"]]
+            while _take(number, kept, request["output_bytes"]):
+                pass
         child.stdout.close()
         child.stderr.close()
         child.returncode = 0  # it was waited for here
@@ -188,21 +193,21 @@ class _Box:
                 if 0 in readable:  # the driver cancels the command
                     return None, "ended by the caller"
                 for number in is_open.intersection(readable):
-                    if not (part := os.read(number, 1 << 16)):
+                    if _take(number, streams[number], kept) == 0:
                         is_open.discard(number)
-                    streams[number] += part
-                    del streams[number][:-kept]
                 if writable:
                     try:
                         unsent = unsent[os.write(sink, unsent[: 1 << 16]) :]
+                    except BlockingIOError:  # a command has filled its input itself
+                        continue
                     except BrokenPipeError:  # a command need not read its input
                         unsent = unsent[:0]
                     if not unsent:
                         child.stdin.close()
                 if self._wake in readable:
                     os.read(self._wake, 4096)
-                    if (code := _reap(child.pid)) is not None:
-                        return code, ""
+                if (code := _reap(child.pid)) is not None:
+                    return code, ""
 
     def _limit(self) -> None:
         """Set the limits of a command, in its process before its program begins."""
@@ -231,19 +236,23 @@ class _Box:
 
     def _exceeded(self) -> str:
         """Return the limit that the processes exceed together, "" if none."""
-        processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-        if len(processes) > self._limits["max_processes"]:
-            return f"{len(processes)} processes, the limit is {self._limits['max_processes']}"
-        used, shared = 0, dict[str, int]()
-        for name in processes:
-            with contextlib.suppress(OSError):  # it has ended
-                used += _private_bytes(name, shared)
+        used, shared, seen = 0, dict[str, int](), {"1"}
+        for listing in range(_LISTINGS):  # memory may have gone to a child of a process that ended before it was read
+            processes = [name for name in os.listdir("/proc") if name.isdigit() and name not in seen]
+            if listing == 0 and len(processes) > self._limits["max_processes"]:
+                return f"{len(processes)} processes, the limit is {self._limits['max_processes']}"
+            for name in processes:
+                with contextlib.suppress(OSError):  # it has ended
+                    used += _private_bytes(name, shared)
+            if not processes:
+                break
+            seen.update(processes)
         used += sum(shared.values())
         for folder in _TMPFS:  # the sizes of files have a limit of their own
             filesystem = os.statvfs(folder)
             used += (filesystem.f_files - filesystem.f_ffree) * _INODE_BYTES
         if not self._has_network:
-            used += _socket_bytes()
+            used += _socket_bytes(self._socket_bytes)
         limit = self._limits["memory_bytes"]
         return f"{used >> 20} MiB of memory, the limit is {limit >> 20} MiB" if used > limit else ""
 
@@ -253,7 +262,8 @@ def _private_bytes(pid: str, shared: dict[str, int]) -> int:
     sizes = dict[str, int]()
     for task in os.listdir(f"/proc/{pid}/task"):  # a main thread that has ended has no memory, unlike the others
         rows = dict[str, str]()
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/status") as file:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/status", encoding="latin-1") as file:
+            next(file)  # its name, which may be anything
             rows = dict(line.split(":", 1) for line in file)
         sizes = {name: int(value.split()[0]) << 10 for name, value in rows.items() if value.endswith("kB\n")}
         if sizes:
@@ -263,7 +273,7 @@ def _private_bytes(pid: str, shared: dict[str, int]) -> int:
     counted = sum(sizes.get(name, 0) for name in ("VmData", "VmStk", "VmExe", "VmLib"))
     if (others := sizes.get("VmSize", 0) - counted) > _ONE_FILE_MAPPING:
         try:
-            with open(f"/proc/{pid}/maps") as file:
+            with open(f"/proc/{pid}/maps", encoding="latin-1") as file:
                 lines = file.readlines(_MAPPINGS_BYTES)
                 if file.readline():
                     raise PermissionError
@@ -278,10 +288,21 @@ def _private_bytes(pid: str, shared: dict[str, int]) -> int:
     return used
 
 
-def _socket_bytes() -> int:
+def _take(number: int, kept: bytearray, limit: int) -> int | None:
+    """Add output to the end that is kept; returns its length, None if there is none yet."""
+    try:
+        part = os.read(number, 1 << 16)
+    except BlockingIOError:
+        return None
+    kept += part
+    del kept[:-limit]
+    return len(part)
+
+
+def _socket_bytes(of_each: int) -> int:
     """Return what sockets may keep, and what those of TCP, whose buffers grow, do keep."""
     with open("/proc/net/sockstat") as file:
-        used = int(file.readline().split()[2]) * _SOCKET_BYTES
+        used = int(file.readline().split()[2]) * of_each
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError), open(f"/proc/net/{name}") as file:
             next(file)
@@ -290,17 +311,17 @@ def _socket_bytes() -> int:
 
 
 def _reap(pid: int) -> int | None:
-    """Wait for all processes that have ended; return the exit code of `pid` if it is one of them."""
-    code = None
-    while True:
+    """Wait for processes that have ended; return the exit code of `pid` if it is one of them."""
+    for _ in range(_REAPED):  # a command that makes them faster than this must not stop the clock
         try:
             ended, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return code
-        if ended == 0:
-            return code
+            return None
         if ended == pid:
-            code = os.waitstatus_to_exitcode(status)
+            return os.waitstatus_to_exitcode(status)
+        if ended == 0:
+            return None
+    return None
 
 
 # -- files in a folder that a command may have filled with links ------------------------------------------------------

@@ -167,6 +167,8 @@ _OF_PROCESS_1 = {  # calls that the first process must not be the object of
     "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
 }  # fmt: skip
 _SETPRIORITY, _CLONE, _IOCTL, _SOCKETS = (141, 140), (56, 220), (16, 29), ((41, 198), (53, 199))
+_SET_ATTRIBUTE = ((188, 5), (189, 6), (190, 7), (463, 463))  # setxattr: an access list of 64 KiB counts as no file
+_SET_OPTION, _BUFFER_SIZES = (54, 208), (socket.SO_SNDBUF, socket.SO_RCVBUF)
 _NAMESPACES = 0x7E020000  # flags of clone
 _TERMINAL = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # 16: AF_NETLINK, which lists interfaces
@@ -183,16 +185,25 @@ def seccomp_program() -> bytes:
     rows = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     rows += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]  # x32
 
-    def rule(numbers: tuple[int, int], *tests: tuple[int, int, int, int]) -> None:
-        """Add the tests (argument, comparison, value, result if true), the rest is allowed."""
+    def rule(numbers: tuple[int, int], *tests: tuple[int, int, int, int], where: tuple[int, int] | None = None) -> None:
+        """Add the tests (argument, comparison, value, result if true), the rest is allowed.
+
+        where: an argument, and the only value of it with which a call is tested.
+        """
         body: list[tuple[int, int, int, int]] = []
         for argument, comparison, value, result in tests:
             body += [(_LOAD, 0, 0, 16 + 8 * argument), (comparison, 0, 1, value), (_RETURN, 0, 0, result)]
+        if where is not None:
+            body = [(_LOAD, 0, 0, 16 + 8 * where[0]), (_EQUAL, 0, len(body), where[1]), *body]
         rows.append((_EQUAL, 0, len(body) + 1, numbers[column]))
         rows.extend([*body, (_RETURN, 0, 0, _ALLOW)])
 
     for numbers in _ABSENT.values():
         rows += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
+    for numbers in _SET_ATTRIBUTE:
+        rows += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ERRNO | errno.EOPNOTSUPP)]
+    ignored = ((2, _EQUAL, int(name), _ERRNO) for name in _BUFFER_SIZES)  # succeeds, and changes nothing
+    rule(_SET_OPTION, *ignored, where=(1, socket.SOL_SOCKET))
     for numbers in _OF_PROCESS_1.values():
         rule(numbers, (0, _EQUAL, 1, denied))
     rule(_SETPRIORITY, (0, _AT_LEAST, 1, denied), (1, _EQUAL, 1, denied))
