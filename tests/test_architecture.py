@@ -69,12 +69,12 @@ ALLOWED |= {
 }
 # Lines of Python per package, "furlong" for the modules that are in none.
 BUDGET = {
-    "algo": 1380,
+    "algo": 1395,
     "catalogue": 1242,
     "chat": 1365,
     "cluster": 1530,
     "commands": 1880,
-    "config": 6930,
+    "config": 6940,
     "core": 4221,
     "data": 2851,
     "diagnosis": 6020,
@@ -89,7 +89,7 @@ BUDGET = {
     "quickstart": 350,
     "reproduce": 590,
     "rewards": 1752,
-    "rollout": 4584,
+    "rollout": 4618,
     "run": 1474,
     "sandboxes": 1460,
     "sessions": 3330,

@@ -12,6 +12,8 @@ from furlong.config import parse
 from furlong.config.critic import critic_settings, role_overrides
 from furlong.core.batch import pack_micro_batch
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.batch_file import load_batch
+from furlong.files.sample_file import load_samples
 from furlong.models.value_head import load_value_model
 from models_zoo import random_batch
 from runs import flags, rows, train
@@ -124,6 +126,64 @@ def test_policy_and_critic_that_share_the_device_train_as_when_both_stay(trained
     want, have = trainer_files(trained / "save", 3), trainer_files(save, 3)
     for name in ("trainer_weights", "trainer_critic", "trainer_critic_optimizer"):
         assert all(torch.equal(want[name][key], have[name][key]) for key in want[name])
+
+
+SPELLING = """
+from furlong.environments import Step
+
+class Spelling:
+    def reset(self, task, seed):
+        self.turns = 0
+        return "a="
+
+    def step(self, message):
+        self.turns += 1
+        return Step(f"{self.turns}=", reward=len(set(message["content"])) / 8, done=self.turns == 3)
+"""
+
+
+@pytest.mark.parametrize("estimator", ["ppo", "sao"])
+def test_an_agent_of_several_turns_learns_from_the_rewards_of_its_turns(model, data, tmp_path, estimator):
+    (tmp_path / "spelling.py").write_text(SPELLING)
+    changes = PPO | {
+        "advantage_estimator": estimator,
+        "environment": f"{tmp_path / 'spelling.py'}:Spelling",
+        "rm_type": None,
+        "return_level": "turn",
+        "gamma": 0.5,
+        "lambd": 0.25,
+        "lambd_length_alpha": 0,
+        "max_turns": 3,
+        "num_rollout": 1,
+        "save_debug_train_data": tmp_path / "{rollout_id}_{rank}",
+        "save_debug_rollout_data": tmp_path / "samples_{rollout_id}.safetensors",
+    }
+    changes.pop("normalize_advantages")
+    assert train(flags(model, data, tmp_path / "run", **changes)) == 1
+    batch = load_batch(tmp_path / "0_0")
+    samples = {
+        sample.index: sample
+        for group in load_samples(tmp_path / "samples_0.safetensors").groups
+        for sample in group.samples
+    }
+    critic_lambd = 1.0 if estimator == "sao" else 0.25
+    for row, start in enumerate(batch.response_starts[:-1]):
+        part = slice(start, batch.response_starts[row + 1])
+        mask, values = batch.loss_masks[part], batch.columns["values"][part].astype(float)
+        turns = np.flatnonzero((mask > 0) & (np.append(mask[1:], 0) == 0))
+        rewards = samples[int(batch.sample_ids[row])].metadata["step_rewards"]
+        assert len(turns) == len(rewards) == 3
+        assert mask.min() == 0
+        for column, lambd in (("advantages", 0.25), ("returns", critic_lambd)):
+            value = advantage = 0.0
+            for t in np.flatnonzero(mask)[::-1]:
+                is_last = t in turns
+                earned = rewards[list(turns).index(t)] if is_last else 0.0
+                discount, decay = (0.5, lambd) if is_last else (1.0, 1.0)
+                advantage = earned + discount * value - values[t] + discount * decay * advantage
+                value = values[t]
+                want = advantage + value * (column == "returns")
+                assert batch.columns[column][part][t] == pytest.approx(want, abs=1e-5), (row, column, t)
 
 
 ROLES = """

@@ -104,7 +104,9 @@ class AdvantageInputs:
 
     rewards_S: after group normalization; mask_R: float; seq_of_R: non-decreasing sequence index; kl_R: KL estimate of
     each token against the reference, None if the KL coefficient is 0. values_R: the critic's prediction before each
-    token, None without a critic; lambd: of the generalized advantage estimate, or one for each sequence [S].
+    token, None without a critic; lambd: of the generalized advantage estimate, or one per token of each sequence [S].
+    by_turn: gamma and a single lambd count once per turn, a run of unmasked tokens. turn_rewards_R: rewards of turns,
+    which are added to those of the samples.
     """
 
     rewards_S: Tensor
@@ -115,6 +117,8 @@ class AdvantageInputs:
     gamma: float
     values_R: Tensor | None = None
     lambd: float | Tensor = 1.0
+    by_turn: bool = False
+    turn_rewards_R: Tensor | None = None
 
     @property
     def kl_penalty(self) -> Tensor:
@@ -140,18 +144,21 @@ def penalized_advantages(inputs: AdvantageInputs) -> Tensor:
 def return_advantages(inputs: AdvantageInputs) -> Tensor:
     """Return A_t = sum over s >= t of gamma^(s-t) r_s, [R] (REINFORCE++, arXiv:2501.03262 eq. 5-6).
 
-    r_s is that of `token_rewards`. Masked tokens (tool output) are discounted over.
+    r_s is that of `token_rewards`. Masked tokens (tool output) are discounted over, unless gamma counts once per turn.
     """
-    return discounted_returns(token_rewards(inputs), inputs.seq_of_R, gamma=inputs.gamma)
+    gamma: float | Tensor = inputs.gamma
+    if inputs.by_turn:
+        gamma = _once_per_turn(inputs.gamma, (inputs.mask_R > 0) & (inputs.mask_R.roll(-1) == 0))
+    return discounted_returns(token_rewards(inputs), inputs.seq_of_R, gamma=gamma)
 
 
 def gae_advantages(inputs: AdvantageInputs) -> Tensor:
     """Return the generalized advantage estimate, [R] (arXiv:1506.02438 eq. 16); masked tokens are 0.
 
     A_t = sum over s >= t of (gamma lambda)^(s-t) delta_s, delta_t = r_t + gamma V_{t+1} - V_t, over the trained tokens
-    of a sample only: masked tokens (tool output) are neither steps nor discounted over. r_t is that of
-    `token_rewards`, and the value after the last trained token is 0, also for a truncated response. Raises DataError
-    without values.
+    of a sample only: masked tokens (tool output) are neither steps nor discounted over. By turn, gamma and lambda are 1
+    between the tokens of a turn, so that a turn is one step. r_t is that of `token_rewards`, and the value after the
+    last trained token is 0, also for a truncated response. Raises DataError without values.
     """
     if inputs.values_R is None:
         raise DataError("generalized advantage estimation needs the critic's values; got none")
@@ -159,12 +166,21 @@ def gae_advantages(inputs: AdvantageInputs) -> Tensor:
     seq_of_K, values_K = inputs.seq_of_R[kept_K], inputs.values_R[kept_K].double()
     next_K = torch.zeros_like(values_K)
     next_K[:-1] = torch.where(seq_of_K[1:] == seq_of_K[:-1], values_K[1:], 0.0)
-    delta_K = token_rewards(inputs)[kept_K].double() + inputs.gamma * next_K - values_K
-    advantages_R = torch.zeros_like(inputs.values_R)
+    gamma: float | Tensor = inputs.gamma
     lambd = inputs.lambd[seq_of_K] if isinstance(inputs.lambd, Tensor) else inputs.lambd
-    summed_K = discounted_returns(delta_K, seq_of_K, gamma=inputs.gamma * lambd)
+    if inputs.by_turn:
+        is_last_K = kept_K.roll(-1) - kept_K != 1
+        gamma = _once_per_turn(inputs.gamma, is_last_K)
+        lambd = lambd if isinstance(lambd, Tensor) else _once_per_turn(lambd, is_last_K)
+    delta_K = token_rewards(inputs)[kept_K].double() + gamma * next_K - values_K
+    advantages_R = torch.zeros_like(inputs.values_R)
+    summed_K = discounted_returns(delta_K, seq_of_K, gamma=gamma * lambd)
     advantages_R[kept_K] = summed_K.to(advantages_R.dtype)
     return advantages_R
+
+
+def _once_per_turn(value: float, is_last_R: Tensor) -> Tensor:
+    return torch.ones(len(is_last_R), dtype=torch.float64, device=is_last_R.device).masked_fill(is_last_R, value)
 
 
 def length_lambdas(inputs: AdvantageInputs, alpha: float) -> Tensor:
@@ -177,14 +193,14 @@ def length_lambdas(inputs: AdvantageInputs, alpha: float) -> Tensor:
 def token_rewards(inputs: AdvantageInputs) -> Tensor:
     """Return the reward of each token, [R]: its negative KL penalty, plus the sample's at its last unmasked token.
 
-    Masked tokens have none. A response without an unmasked token has rewards of 0.
+    `turn_rewards_R` are added. Masked tokens have none. A response without an unmasked token has rewards of 0.
     """
     num_sequences = len(inputs.rewards_S)
     position_R = torch.arange(len(inputs.mask_R), device=inputs.mask_R.device)
     last_S = torch.full((num_sequences,), -1, device=position_R.device, dtype=position_R.dtype)
     last_S.scatter_reduce_(0, inputs.seq_of_R, torch.where(inputs.mask_R > 0, position_R, -1), "amax")
     has_token_S = last_S >= 0
-    token_rewards_R = -inputs.kl_penalty
+    token_rewards_R = -inputs.kl_penalty if inputs.turn_rewards_R is None else inputs.turn_rewards_R - inputs.kl_penalty
     token_rewards_R[last_S[has_token_S]] += inputs.rewards_S[has_token_S]
     return token_rewards_R
 
@@ -200,7 +216,7 @@ ADVANTAGES: Mapping[str, Callable[[AdvantageInputs], Tensor]] = {
 def discounted_returns(rewards_R: Tensor, seq_of_R: Tensor, *, gamma: float | Tensor) -> Tensor:
     """Return the discounted sum of rewards from each token to the end of its sequence, [R].
 
-    `gamma` is one number, or one for each token [R] that is the same within a sequence.
+    `gamma` is one number, or one for each token [R]: the discount of what follows it.
 
     Segmented suffix scan by doubling: after k rounds each token has the sum of the next 2^k tokens of its sequence, so
     it takes log2(longest response) vector operations. Accumulates in float64.
@@ -210,11 +226,14 @@ def discounted_returns(rewards_R: Tensor, seq_of_R: Tensor, *, gamma: float | Te
         return rewards_R.clone()
     longest = int(torch.bincount(seq_of_R).max())
     reach = 1
+    factor_R = gamma.double() if isinstance(gamma, Tensor) else None  # products of the next `reach` discounts
     while reach < longest:
         same_R = seq_of_R[reach:] == seq_of_R[:-reach]
-        factor = gamma**reach if isinstance(gamma, float | int) else gamma[:-reach].double() ** reach
+        factor = gamma**reach if factor_R is None else factor_R[:-reach]
         step_R = torch.where(same_R, total_R[reach:], 0.0) * factor
         total_R = torch.cat([total_R[:-reach] + step_R, total_R[-reach:]])
+        if factor_R is not None:
+            factor_R = torch.cat([factor_R[:-reach] * factor_R[reach:], factor_R[-reach:]])
         reach *= 2
     return total_R.to(rewards_R.dtype)
 
@@ -265,6 +284,7 @@ def token_advantages(
     old_log_probs_R: Tensor | None = None,
     ref_log_probs_R: Tensor | None = None,
     values_R: Tensor | None = None,
+    turn_rewards_R: Tensor | None = None,
     reduce: Reduce = identity,
 ) -> tuple[Tensor, Tensor]:
     """Return advantage and return of each response token of S concatenated responses, [R] each.
@@ -285,6 +305,8 @@ def token_advantages(
             )
         kl_R = kl_estimate(old_log_probs_R, ref_log_probs_R, flags.kl_loss_type)
     inputs = AdvantageInputs(rewards_S, mask_R, seq_of_R, kl_R, flags.kl_coef, flags.gamma, values_R, flags.lambd)
+    if flags.return_level == "turn":
+        inputs = replace(inputs, by_turn=True, turn_rewards_R=turn_rewards_R)
     estimate = ADVANTAGES[row.advantages]
     adaptive = flags.lambd_length_alpha
     raw_R = estimate(replace(inputs, lambd=length_lambdas(inputs, adaptive)) if adaptive else inputs)

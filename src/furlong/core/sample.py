@@ -15,6 +15,10 @@ from furlong.errors import DataError
 MADE_BY_FUNCTION = -2  # epoch of groups that a rollout function made itself
 UNKNOWN_VERSION = -1  # weight version of tokens from the environment, or of tokens that user code added without one
 
+STEP_REWARDS = "step_rewards"  # metadata: parts of the reward that were earned in each turn
+TURN_ENDS = (
+    "turn_ends"  # metadata: number and last response token of each trained turn; without it, of each trained run
+)
 ROLE = "role"  # metadata: which of several agents of an episode the sample is of
 ROLE_GROUP = "role_group"  # metadata: the roles of one episode that the sample's role is compared with
 UNSAMPLED = "trained_unsampled_tokens"  # metadata: number of trained tokens that the engine did not sample

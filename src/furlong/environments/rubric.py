@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from furlong.core.outcome import Outcome
-from furlong.core.sample import ROLE, Sample
+from furlong.core.sample import ROLE, STEP_REWARDS, Sample
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user
-from furlong.environments.protocol import AGENT_ERROR, FAILED_PARTS, INFO, PARTS, STEP_REWARDS
+from furlong.environments.protocol import AGENT_ERROR, FAILED_PARTS, INFO, PARTS
 from furlong.errors import ConfigError
 
 RewardPart = Callable[..., Any]

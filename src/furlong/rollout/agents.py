@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from furlong.core.event_loop import call_in_thread
 from furlong.core.process_environment import agent_environment
-from furlong.core.sample import OTHER_CONTEXT, ROLE, ROLE_GROUP, UNSAMPLED, Sample
+from furlong.core.sample import OTHER_CONTEXT, ROLE, ROLE_GROUP, STEP_REWARDS, TURN_ENDS, UNSAMPLED, Sample
 from furlong.core.supervised_process import ProcessLimits, ending_of, run_supervised
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user, with_hook_errors
 from furlong.core.user_functions import accepted_keywords, load_function
 from furlong.core.user_modules import import_module_of
-from furlong.environments.protocol import AGENT_ERROR, ENVIRONMENT, FAILED_PARTS, INFO, PARTS, STEP_REWARDS
+from furlong.environments.protocol import AGENT_ERROR, ENVIRONMENT, FAILED_PARTS, INFO, PARTS
 from furlong.errors import HookError, InfraError, RolloutError
 from furlong.rollout.agent import policy
 from furlong.rollout.environments import (
@@ -49,7 +49,7 @@ SHOWN_ERRORS = 2000  # characters of stderr in a message
 MODEL = "default"
 RECORDED = {  # keys of metadata that furlong writes
     *(MESSAGES, TURNS, EPISODE, LEAF, ROLE, ROLES, ROLE_GROUP, LIMIT, SILENT, REISSUED, UNSAMPLED, OTHER_CONTEXT),
-    *(AGENT_ERROR, ENVIRONMENT, INFO, PARTS, FAILED_PARTS, STEP_REWARDS),
+    *(AGENT_ERROR, ENVIRONMENT, INFO, PARTS, FAILED_PARTS, STEP_REWARDS, TURN_ENDS),
 }
 REMIND_S = 60.0  # without an application, after which the log says how to open a session
 

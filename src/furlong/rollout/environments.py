@@ -22,11 +22,11 @@ import xxhash
 
 from furlong.config.environment_specs import EnvironmentSpec, parse_env_workers, parse_environments
 from furlong.core.event_loop import call_in_thread
-from furlong.core.sample import Sample, apply_changes
+from furlong.core.sample import STEP_REWARDS, Sample, apply_changes
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user
 from furlong.core.user_functions import load_function
 from furlong.core.worker_process import Worker, WorkerEndedError
-from furlong.environments.protocol import ENVIRONMENT, INFO, STEP_REWARDS, Message, Observation, Step, Task
+from furlong.environments.protocol import ENVIRONMENT, INFO, Message, Observation, Step, Task
 from furlong.environments.rubric import Episode, Rubric, number_of
 from furlong.environments.step_batches import (
     StepBatches,

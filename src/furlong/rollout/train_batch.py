@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,18 @@ from furlong.config.hooks import Hooks
 from furlong.config.sections import AlgoFlags, MoeFlags, RewardFlags, RolloutFlags
 from furlong.core.batch import RolloutBatch
 from furlong.core.routing import UNKNOWN_EXPERT, Routes, RoutingShape
-from furlong.core.sample import ROLE, ROLE_GROUP, UNNAMED_ROLE, Group, Sample, Status, metadata_keys, scalar_reward
+from furlong.core.sample import (
+    ROLE,
+    ROLE_GROUP,
+    STEP_REWARDS,
+    TURN_ENDS,
+    UNNAMED_ROLE,
+    Group,
+    Sample,
+    Status,
+    metadata_keys,
+    scalar_reward,
+)
 from furlong.core.text import abbreviate, shortened
 from furlong.errors import DataError, RolloutError
 
@@ -82,6 +94,9 @@ def batch_from_groups(rollout_id: int, groups: Sequence[Group], conversion: Conv
         rewards = _normalized(raw, samples, conversion)
     mask_truncated = conversion.algo is not None and conversion.algo.mask_truncated
     masks = [_mask(s, mask_truncated=mask_truncated) for s in samples]
+    columns = _columns(samples)
+    if conversion.algo is not None and conversion.algo.return_level == "turn":
+        columns["turn_rewards"] = _flat(map(_turn_rewards, samples, masks), np.float32)
     return RolloutBatch(
         rollout_id=rollout_id,
         tokens=_flat((s.tokens for s in samples), np.int32),
@@ -94,7 +109,7 @@ def batch_from_groups(rollout_id: int, groups: Sequence[Group], conversion: Conv
         rollout_ids=np.fromiter((_rollout_key(s) for s in samples), np.int64, len(samples)),
         sample_ids=np.fromiter((_required_id(s.index) for s in samples), np.int64, len(samples)),
         truncated=np.fromiter((s.status is Status.TRUNCATED for s in samples), np.uint8, len(samples)),
-        columns=_columns(samples),
+        columns=columns,
         metadata=[s.train_metadata for s in samples] if any(s.train_metadata for s in samples) else None,
         routed_experts=_routed_experts(samples, masks, conversion),
     )
@@ -268,6 +283,31 @@ def _columns(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
             "and to 0.0 for tokens that the policy did not generate"
         )
     return columns
+
+
+def _turn_rewards(sample: Sample, mask: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return the sample's `step_rewards` at the last token of their turn, and minus them at the last trained one.
+
+    There the reward is paid, which contains them. What was earned before the first trained turn is not paid at all, and
+    what a turn earned that is not trained belongs to the one before. Raises DataError for more rewards than turns.
+    """
+    moved, what = np.zeros(len(mask)), f"{STEP_REWARDS} of sample {sample.index}"
+    rewards = _numbers(sample.metadata.get(STEP_REWARDS) or [], None, what)
+    if not np.isfinite(rewards).all():
+        raise DataError(f"{what} are {shortened(rewards.tolist())}; give finite numbers, 0 for a turn without a reward")
+    ends: list[int] = np.flatnonzero((mask > 0) & (np.append(mask[1:], 0) == 0)).tolist()
+    turns: Any = sample.metadata.get(TURN_ENDS)
+    if turns is None and ends and len(rewards) > len(ends):
+        raise DataError(
+            f"{what} are {len(rewards)} numbers, but it has {len(ends)} turns, which are runs of tokens with loss mask "
+            "1; give one number per turn"
+        )
+    turns = list(enumerate(ends)) if turns is None else [(n, at) for n, at in turns if at < len(mask) and mask[at]]
+    for number, reward in enumerate(rewards.tolist() if turns else []):
+        moved[turns[-1][1]] -= reward
+        if earned := bisect_right(turns, number, key=lambda turn: turn[0]):
+            moved[turns[earned - 1][1]] += reward
+    return moved
 
 
 def _routed_experts(

@@ -244,7 +244,10 @@ class TrainFlags(TypedDict, total=False):
     normalize_advantages: bool
     """Whiten advantages over all trained tokens of the batch."""
     gamma: float
-    """Discount per token of PPO's and REINFORCE++'s returns."""
+    """Discount of PPO's and REINFORCE++'s returns, per token or per turn (--return-level)."""
+    return_level: Literal["token", "turn"]
+    """Steps of --gamma, --lambd and --critic-lambd: tokens, or turns of an agent. `turn` also pays the rewards in a
+    sample's metadata `step_rewards`, those of an environment's steps, at the last token of their turn."""
     lambd: float
     """Lambda of the generalized advantage estimate: 1 is the return minus the critic's value, with the least bias; 0
     the error of the value one token ahead, with the least variance."""

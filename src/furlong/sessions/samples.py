@@ -12,6 +12,8 @@ from furlong.core.sample import (
     ROLE,
     ROLE_GROUP,
     STATUS_BY_FINISH_REASON,
+    STEP_REWARDS,
+    TURN_ENDS,
     UNKNOWN_VERSION,
     UNNAMED_ROLE,
     Sample,
@@ -119,6 +121,7 @@ def _sample(session: Session, origin: Sample, leaf: TreeNode, trained: set[TreeN
     first = next((s.start for s in stretches if s.is_new), len(ids) - len(leaf.sampled))
     response = ids[first:]
     mask, log_probs, versions = [0] * len(response), [0.0] * len(response), [UNKNOWN_VERSION] * len(response)
+    ends: list[list[int]] = []
     for stretch in stretches:
         at, done = stretch.start - first, stretch.node.completion
         if at >= 0 and stretch.is_new:
@@ -127,6 +130,7 @@ def _sample(session: Session, origin: Sample, leaf: TreeNode, trained: set[TreeN
             mask[at:end] = [1] * len(done.tokens)
             log_probs[at:end] = done.log_probs
             versions[at:end] = done.versions
+            ends += [[stretch.node.number, end - 1]] if done.tokens else []
     sample = copy.copy(origin)
     sample.tokens, sample.response_length, sample.loss_mask = ids, len(response), mask
     sample.rollout_log_probs, sample.token_versions = log_probs, versions
@@ -135,6 +139,8 @@ def _sample(session: Session, origin: Sample, leaf: TreeNode, trained: set[TreeN
     sample.status = Status.COMPLETED if leaf.is_cut else STATUS_BY_FINISH_REASON[leaf.completion.finish_reason]
     kept = {key: value for key, value in origin.metadata.items() if key not in (EPISODE, ROLES, LEAF)}
     sample.metadata = {**kept, MESSAGES: leaf.conversation(), TURNS: leaf.depth + 1}
+    if STEP_REWARDS in kept:
+        sample.metadata[TURN_ENDS] = ends
     sample.rollout_routed_experts = None
     for node in leaf.path:
         if node.routed_experts is not None:

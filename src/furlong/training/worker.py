@@ -380,7 +380,7 @@ class RoundWorker:
         if not self._computes_advantages:
             return batch
         old = batch.columns.get("rollout_log_probs" if self.algo.use_rollout_logprobs else "old_log_probs")
-        ref, values = batch.columns.get("ref_log_probs"), batch.columns.get("values")
+        ref, values, turns = (batch.columns.get(name) for name in ("ref_log_probs", "values", "turn_rewards"))
         if self.hooks.advantages is not None:
             kl = np.zeros(len(batch.loss_masks), np.float32)  # as in slime without --kl-coef
             if self.algo.kl_coef and old is not None and ref is not None:
@@ -395,6 +395,7 @@ class RoundWorker:
             old_log_probs_R=None if old is None else torch.from_numpy(old),
             ref_log_probs_R=None if ref is None else torch.from_numpy(ref),
             values_R=None if values is None else torch.from_numpy(values),
+            turn_rewards_R=None if turns is None else torch.from_numpy(turns),
             reduce=self.ranks.reduce,
         )
         return batch.with_columns(advantages=advantages_R.numpy(), returns=returns_R.numpy())

@@ -27,15 +27,20 @@ from oracles.cases import flags, random_batch
 PPO = {"gamma": 0.97, "lambd": 0.9, "kl_coef": 0.05, "kl_loss_type": "k1"}
 
 
-def gae_loop(rewards, values, mask, kl, *, gamma=0.97, lambd=0.9, kl_coef=0.05):
-    """One sample: from the last trained token to the first, skipping the others."""
+def gae_loop(rewards, values, mask, kl, *, gamma=0.97, lambd=0.9, kl_coef=0.05, by_turn=False, earned=None):
+    """One sample: from the last trained token to the first, skipping the others.
+
+    by_turn: gamma and lambda count between turns only; earned: rewards of turns, each at a token.
+    """
     advantages, returns = np.zeros(len(mask)), np.zeros(len(mask))
     trained = [t for t in range(len(mask)) if mask[t]]
     next_value = next_advantage = 0.0
     for t in reversed(trained):
-        reward = -kl_coef * kl[t] + (rewards if t == trained[-1] else 0.0)
-        delta = reward + gamma * next_value - values[t]
-        advantages[t] = next_advantage = delta + gamma * lambd * next_advantage
+        reward = -kl_coef * kl[t] + (rewards if t == trained[-1] else 0.0) + (0.0 if earned is None else earned[t])
+        is_step = not by_turn or t + 1 == len(mask) or not mask[t + 1]
+        discount, decay = (gamma, lambd) if is_step else (1.0, 1.0)
+        delta = reward + discount * next_value - values[t]
+        advantages[t] = next_advantage = delta + discount * decay * next_advantage
         returns[t] = advantages[t] + values[t]
         next_value = values[t]
     return advantages, returns
@@ -46,14 +51,16 @@ def estimate(samples, **more):
     rewards, values, masks, kls = zip(*samples, strict=True)
     lengths = torch.tensor([len(mask) for mask in masks])
     flat = [torch.tensor(np.concatenate(column), dtype=torch.float64) for column in (values, masks, kls)]
+    earned = more.pop("earned", None)
     advantages, returns = token_advantages(
-        flags("ppo", **PPO, **more),
+        flags(more.pop("name", "ppo"), **PPO, **more),
         rewards_S=torch.tensor(rewards, dtype=torch.float64),
         mask_R=flat[1],
         seq_of_R=torch.repeat_interleave(torch.arange(len(samples)), lengths),
         old_log_probs_R=flat[2],
         ref_log_probs_R=torch.zeros_like(flat[2]),
         values_R=flat[0],
+        turn_rewards_R=None if earned is None else torch.tensor(np.concatenate(earned), dtype=torch.float64),
     )
     return advantages.split(lengths.tolist()), returns.split(lengths.tolist())
 
@@ -95,6 +102,47 @@ def test_policy_and_critic_may_have_lambdas_of_their_own_and_the_policys_grows_w
         _, targets = gae_loop(reward, values, mask, kl, lambd=1.0)
         np.testing.assert_allclose(advantages[place].numpy(), want, rtol=1e-11, atol=1e-11)
         np.testing.assert_allclose(returns[place].numpy(), targets, rtol=1e-11, atol=1e-11)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(one_sample(), min_size=1, max_size=5), st.randoms())
+def test_by_turn_the_estimate_is_the_loop_over_turns_in_any_packing_and_order(samples, random):
+    random.shuffle(samples)
+    rng = np.random.default_rng(len(samples))
+    earned = [rng.normal(size=len(mask)) * mask for _, _, mask, _ in samples]
+    cut = random.randrange(len(samples) + 1)
+    for rows in (range(cut), range(cut, len(samples))):
+        if not rows:
+            continue
+        part, paid = [samples[i] for i in rows], [earned[i] for i in rows]
+        have = estimate(part, return_level="turn", earned=paid)
+        for place, (sample, rewards) in enumerate(zip(part, paid, strict=True)):
+            for got, want in zip(have, gae_loop(*sample, by_turn=True, earned=rewards), strict=True):
+                np.testing.assert_allclose(got[place].numpy(), want, rtol=1e-11, atol=1e-11)
+
+
+def test_the_advantage_at_the_start_of_a_turn_is_that_of_steps_that_are_turns():
+    # three turns of 2, 3 and 1 tokens with tool output in between; values matter where turns begin only
+    mask = np.array([1, 1, 0, 1, 1, 1, 0, 0, 1.0])
+    values, earned = np.arange(9) / 7, np.array([0, 0.5, 0, 0, 0, -0.25, 0, 0, 0])
+    (have,), _ = estimate([(1.0, values, mask, np.zeros(9))], return_level="turn", earned=[earned])
+    v0, v1, v2 = values[[0, 3, 8]]
+    a2 = 1.0 - v2
+    a1 = -0.25 + 0.97 * v2 - v1 + 0.97 * 0.9 * a2
+    a0 = 0.5 + 0.97 * v1 - v0 + 0.97 * 0.9 * a1
+    np.testing.assert_allclose(have[[0, 3, 8]].numpy(), [a0, a1, a2], rtol=1e-12)
+
+
+def test_by_turn_a_length_adaptive_lambda_stays_one_of_tokens_and_reinforce_has_returns_of_turns():
+    sample = (1.0, np.array([0.3, 0.1, 0.5, 0.2]), np.array([1, 1, 0, 1.0]), np.zeros(4))
+    (have,), _ = estimate([sample], return_level="turn", lambd_length_alpha=0.5)
+    lambd = 1 - 1 / (0.5 * 3)
+    a3 = 1.0 - 0.2
+    a1 = 0.97 * 0.2 - 0.1 + 0.97 * lambd * a3
+    a0 = 0.1 - 0.3 + lambd * a1
+    np.testing.assert_allclose(have[[0, 1, 3]].numpy(), [a0, a1, a3], rtol=1e-12)
+    (returns,), _ = estimate([sample], name="reinforce_plus_plus", return_level="turn")
+    assert returns.tolist() == [0.97, 0.97, 1.0, 1.0]
 
 
 def test_what_masked_tokens_contain_does_not_matter():

@@ -46,6 +46,7 @@ MISTAKES = [
     ("--use-wandb=False", "remove --use-wandb"),
     ("--advantage-estimator GRPO", "did you mean grpo?"),
     ("--num-critic-only-steps 3", "remove --num-critic-only-steps"),
+    ("--return-level turn", "remove --return-level"),
     ("--engine vllm", "use sglang, or embedded"),
     ("--rm-type gqpa", "did you mean gpqa?"),
     ("--rollout-temperature 0", "use a value above 0"),

@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from furlong.config.sections import RolloutFlags
+from furlong.config.sections import AlgoFlags, RolloutFlags
 from furlong.core.sample import Group, Sample, Status
 from furlong.environments import Observation, Rubric, Step, Task
 from furlong.errors import InfraError
 from furlong.rollout.environments import generate
 from furlong.rollout.episodes import EpisodeLoad
 from furlong.rollout.metrics import rollout_metrics
+from furlong.rollout.train_batch import Conversion, batch_from_groups
 from scripted_episodes import play
 
 made: list[Any] = []
@@ -139,6 +140,11 @@ def test_an_episode_alternates_until_the_environment_is_done_and_adds_rewards_up
     assert sample.status is Status.COMPLETED
     assert sample.reward == 6.0
     assert sample.metadata["step_rewards"] == [1.0, 2.0, 3.0]
+    by_turn = Conversion(AlgoFlags(advantage_estimator="ppo", return_level="turn"))
+    paid = batch_from_groups(0, [Group(0, [sample])], by_turn).columns["turn_rewards"]
+    assert paid[paid != 0].tolist() == [1.0, 2.0, -3.0]  # and the reward, 6, at the last token
+    assert [number for number, _ in sample.metadata["turn_ends"]] == [0, 1, 2]
+    assert all(paid[end] for _, end in sample.metadata["turn_ends"])
     assert sample.metadata["environment"] == "Counting"
     assert "begin 1+2=" in seen[0]
     assert "answer 2" in seen[2]

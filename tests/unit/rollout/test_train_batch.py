@@ -227,3 +227,40 @@ def test_a_post_processing_returns_numbers():
         for result in ([part, [1.0, 0.0]], [[1.0, 0.0], part]):
             with pytest.raises(DataError, match="--custom-reward-post-process-path"):
                 convert([sample(0), sample(1)], post_process=lambda args, samples, result=result: result)
+
+
+TURNS = AlgoFlags(advantage_estimator="ppo", return_level="turn")
+
+
+def turn_rewards(**fields):
+    """Of a sample with five response tokens, of which those at 0, 1, 3 and 4 are trained: two turns."""
+    one = sample(0, 1.0, n=5, loss_mask=[1, 1, 0, 1, 1], **fields)
+    return convert([one], algo=TURNS).columns["turn_rewards"].tolist()
+
+
+def test_rewards_of_turns_are_paid_at_the_last_token_of_each_and_taken_from_the_last_of_all():
+    assert turn_rewards(metadata={"step_rewards": [0.25, 0.5]}) == [0, 0.25, 0, 0, -0.25]
+    assert turn_rewards(metadata={"step_rewards": [0.25]}) == [0, 0.25, 0, 0, -0.25]
+    assert turn_rewards() == [0] * 5
+    assert turn_rewards(metadata={"step_rewards": [0.25]}, remove_sample=True) == [0] * 5
+    assert "turn_rewards" not in convert([sample(0, metadata={"step_rewards": [1]})]).columns
+
+
+def test_a_leaf_is_paid_for_its_turns_and_those_after_them_and_not_for_those_before():
+    ends = [[1, 1], [3, 4]]  # turns 0 and 2 are in other leaves
+    rewards = [1.0, 2.0, 4.0, 8.0, 16.0]  # the last turn is of a later leaf
+    assert turn_rewards(metadata={"step_rewards": rewards, "turn_ends": ends}) == [0, 6, 0, 0, 24 - 31]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "problem"),
+    [
+        ([1, 2, 3], "are 3 numbers, but it has 2 turns.*one number per turn"),
+        ([1, math.nan], "give finite numbers, 0 for a turn without a reward"),
+        ([1, None], "give finite numbers"),
+        ("abc", "'abc'; expected numbers"),
+    ],
+)
+def test_rewards_of_turns_that_do_not_fit_are_an_error(rewards, problem):
+    with pytest.raises(DataError, match=f"step_rewards of sample 0 .*{problem}"):
+        turn_rewards(metadata={"step_rewards": rewards})

@@ -31,7 +31,15 @@ class AlgoFlags:
         True, "Do not divide centered rewards by the standard deviation of the prompt group."
     )
     normalize_advantages: bool = flag(False, "Whiten advantages over all trained tokens of the batch.")
-    gamma: float = flag(1.0, "Discount per token of PPO's and REINFORCE++'s returns.", within="[0, 1]")
+    gamma: float = flag(
+        1.0, "Discount of PPO's and REINFORCE++'s returns, per token or per turn (--return-level).", within="[0, 1]"
+    )
+    return_level: Literal["token", "turn"] = flag(
+        "token",
+        "Steps of --gamma, --lambd and --critic-lambd: tokens, or turns of an agent. `turn` also pays the rewards in a "
+        "sample's metadata `step_rewards`, those of an environment's steps, at the last token of their turn.",
+        needs="advantage_estimator.discounted",
+    )
     lambd: float = flag(
         1.0,
         "Lambda of the generalized advantage estimate: 1 is the return minus the critic's value, with the least bias; "
