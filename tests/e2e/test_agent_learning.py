@@ -61,6 +61,7 @@ def curve(model: Path, folder: Path, agent: str, seed: int, steps: int) -> list[
     words = ["--hf-checkpoint", str(model), "--prompt-data", str(data), "--label-key", "label", *COMMON, *AGENTS[agent]]
     words += ["--custom-rm-path", f"{EXAMPLE}/reward.py:shaped", "--max-turns", "3", "--rollout-max-response-len", "8"]
     words += ["--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--num-rollout", str(steps), "--lr", "2e-4"]
+    words += ["--lr-decay-style", "constant"]  # train.py decays as Megatron, to 0 in 20 steps
     words += ["--seed", str(seed), "--rollout-seed", str(seed), "--output-dir", f"{folder}/{agent}"]
     assert main_train(words) == 0
     return [row["rollout/raw_reward"] for row in rows(folder / agent)]
