@@ -116,15 +116,16 @@ def routes_from_meta(meta_info: Mapping[str, Any], num_tokens: int, known: Any) 
     return np.concatenate([before.astype(np.int32), rows])
 
 
-def json_from_routes(routes: Any) -> dict[str, Any]:
-    """Serialize routes as JSON-able data."""
-    array = np.ascontiguousarray(routes, np.int16)
-    return {"shape": list(array.shape), "int16": base64.b64encode(array.tobytes()).decode("ascii")}
+def json_from_array(values: Any, dtype: str) -> dict[str, Any]:
+    """Serialize routes, and other arrays of samples, as JSON-able data: the shape, and base64 under the dtype."""
+    array = np.ascontiguousarray(values, dtype)
+    return {"shape": list(array.shape), dtype: base64.b64encode(array.tobytes()).decode("ascii")}
 
 
-def routes_from_json(data: Mapping[str, Any]) -> Routes:
-    """Inverse of `json_from_routes`."""
-    return np.frombuffer(base64.b64decode(data["int16"]), np.int16).reshape(data["shape"]).copy()
+def array_from_json(data: Mapping[str, Any]) -> NDArray[Any]:
+    """Inverse of `json_from_array`."""
+    (dtype,) = data.keys() - {"shape"}
+    return np.frombuffer(base64.b64decode(data[dtype]), dtype).reshape(data["shape"]).copy()
 
 
 def extend_routes(known: Any, routes: Any) -> Any:

@@ -25,6 +25,13 @@ UNSAMPLED = "trained_unsampled_tokens"  # metadata: number of trained tokens tha
 OTHER_CONTEXT = "sampled_in_another_context"  # metadata: it failed as its tokens, or those before, are not the engine's
 UNNAMED_ROLE = "policy"  # the role of agents that name none
 
+# Fields with one value, or one row, per response token.
+PER_TOKEN = (
+    *("loss_mask", "rollout_log_probs", "teacher_log_probs", "teacher_mask", "teacher_top_ids"),
+    *("teacher_top_log_probs", "token_versions"),
+)
+_ARRAYS = {"rollout_routed_experts": "int16", "teacher_top_ids": "int32", "teacher_top_log_probs": "float32"}
+
 
 class Status(StrEnum):
     """State of a sample."""
@@ -87,9 +94,12 @@ def _extended_routes(known: Any, routes: Any, meta_info: Mapping[str, Any], num_
 class Sample:
     """One prompt, its response and everything that training needs to know about it.
 
-    `tokens` is prompt + response; the last `response_length` of them are the response. Per-token lists
-    (`loss_mask`, `rollout_log_probs`, `teacher_log_probs`, `token_versions`) have length `response_length`.
+    `tokens` is prompt + response; the last `response_length` of them are the response. What has a value per token
+    (`PER_TOKEN`) has length `response_length`.
     A `loss_mask` of None means that every response token was sampled from the policy and is trained on.
+    A teacher's log-probs are those of the tokens, `teacher_log_probs`, and of K others at each position:
+    `teacher_top_ids` and `teacher_top_log_probs` are int32 and float32 arrays [response_length, K]. `teacher_mask` is 0
+    for tokens without a teacher's value; None if all have one.
     `rollout_routed_experts` is an integer array [tokens - 1, layers, experts per token] (`core.routing`), or None.
 
     >>> sample = Sample(prompt="1+1=", tokens=[5, 6])
@@ -113,6 +123,9 @@ class Sample:
     token_versions: list[int] = field(default_factory=list[int])
     rollout_log_probs: list[float] | None = None
     teacher_log_probs: list[float] | None = None
+    teacher_mask: list[int] | None = None
+    teacher_top_ids: Any = field(default=None, compare=False)
+    teacher_top_log_probs: Any = field(default=None, compare=False)
     rollout_routed_experts: Any = field(default=None, compare=False)  # arrays do not compare to a bool
     remove_sample: bool = False
     status: Status = Status.PENDING
@@ -235,10 +248,11 @@ class Sample:
             data["attributes"] = attributes
         data["status"] = Status(self.status).value  # user code may set the text
         data["outcome"] = None if self.outcome is None else dataclasses.asdict(self.outcome)
-        if self.rollout_routed_experts is not None:
-            from furlong.core.routing import json_from_routes
+        for name, dtype in _ARRAYS.items():
+            if data[name] is not None:
+                from furlong.core.routing import json_from_array
 
-            data["rollout_routed_experts"] = json_from_routes(self.rollout_routed_experts)
+                data[name] = json_from_array(data[name], dtype)
         return data
 
     @classmethod
@@ -252,10 +266,11 @@ class Sample:
         values["status"] = Status(values.get("status", "pending"))
         if values.get("outcome") is not None:
             values["outcome"] = Outcome(**values["outcome"])
-        if values.get("rollout_routed_experts") is not None:
-            from furlong.core.routing import routes_from_json
+        for name in _ARRAYS:
+            if values.get(name) is not None:
+                from furlong.core.routing import array_from_json
 
-            values["rollout_routed_experts"] = routes_from_json(values["rollout_routed_experts"])
+                values[name] = array_from_json(values[name])
         sample = cls(**values)
         vars(sample).update({name: value for name, value in attributes.items() if name not in known})
         return sample

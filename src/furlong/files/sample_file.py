@@ -30,7 +30,7 @@ from furlong.files.tensor_file import read_arrays, read_header
 
 FORMAT = "furlong.samples"
 VERSION = "1"
-COLUMNS = ("tokens", "loss_mask", "token_versions", "rollout_log_probs", "teacher_log_probs")
+COLUMNS = ("tokens", "loss_mask", "token_versions", "rollout_log_probs", "teacher_log_probs", "teacher_mask")
 
 PICKLED = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # starts of torch.save's and pickle's files
 
@@ -127,7 +127,7 @@ def check_dump(path: Path, rollout_id: int | None = None) -> None:
 def _dump_of(tensors: Mapping[str, NDArray[Any]], rollout_id: int) -> SampleDump:
     shown = json.loads(tensors["json"].tobytes())["groups"]
     rows = [sample for group in shown for sample in group["samples"]]
-    for name in COLUMNS:
+    for name in (each for each in COLUMNS if each in tensors):
         for row, values in zip(rows, _lists(tensors[name], tensors[f"{name}.lengths"]), strict=True):
             row[name] = values
     groups = [

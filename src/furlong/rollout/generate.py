@@ -25,7 +25,7 @@ from furlong.core.metric import Metrics, merge, total
 from furlong.core.outcome import Outcome, outcome_from_value
 from furlong.core.progress import progress
 from furlong.core.routing import extend_routes
-from furlong.core.sample import ROLE, STATUS_BY_FINISH_REASON, Group, Sample, Status
+from furlong.core.sample import PER_TOKEN, ROLE, STATUS_BY_FINISH_REASON, Group, Sample, Status
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.user_code import describe_exception, is_raised_by_user
 from furlong.core.user_functions import Function, accepted_keywords, load_function
@@ -401,8 +401,10 @@ async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) ->
 def reset_response(sample: Sample, prompt: list[int]) -> None:
     """Reset the sample to its prompt, discarding everything generated."""
     sample.tokens = list(prompt)
-    sample.response, sample.response_length, sample.loss_mask = "", 0, None
-    sample.rollout_log_probs, sample.teacher_log_probs, sample.rollout_routed_experts = None, None, None
+    sample.response, sample.response_length = "", 0
+    for name in PER_TOKEN:
+        setattr(sample, name, None)
+    sample.rollout_routed_experts = None
     sample.token_versions, sample.weight_versions, sample.metadata = [], [], sample.metadata or {}
     sample.reward, sample.outcome, sample.status = None, None, Status.PENDING
 

@@ -41,6 +41,12 @@ CONVERTED = frozenset(
     )
 )
 
+_COLUMNS = {  # of the batch, by field of a sample
+    **dict.fromkeys(("rollout_log_probs", "teacher_log_probs", "teacher_top_log_probs"), np.float32),
+    **dict.fromkeys(("token_versions", "teacher_top_ids"), np.int32),
+    "teacher_mask": np.uint8,
+}
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -253,35 +259,30 @@ def _zeros_and_ones(mask: Any, num_tokens: int, what: str) -> NDArray[np.uint8]:
 def _columns(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
     """Return the per-token columns, each present for all samples or for none; FAILED samples get zeros.
 
-    Raises RolloutError for a sample that lacks a column which others have.
+    Raises RolloutError for a sample that lacks a column which others have, and for log-probs that are not finite.
     """
     columns: dict[str, NDArray[Any]] = {}
-    for name, dtype in (
-        ("rollout_log_probs", np.float32),
-        ("teacher_log_probs", np.float32),
-        ("token_versions", np.int32),
-    ):
-        if not any(getattr(s, name) for s in samples):
+    for name, dtype in _COLUMNS.items():
+        values = [np.asarray([] if (v := getattr(s, name)) is None else v, dtype) for s in samples]
+        width = next((value.shape[1:] for value in values if value.size), None)
+        if width is None:
             continue
-        parts: list[Any] = []
-        for s in samples:
-            column = getattr(s, name) or []
-            if len(column) != s.response_length:
+        for i, s in enumerate(samples):
+            if name == "teacher_mask" and not len(values[i]) and s.status is not Status.FAILED:  # all have a value
+                values[i] = np.ones(s.response_length, dtype)
+            if len(values[i]) != s.response_length:
                 if s.status is not Status.FAILED:
                     raise RolloutError(
-                        f"sample {s.index} has {len(column)} {name} for {s.response_length} response tokens while "
+                        f"sample {s.index} has {len(values[i])} {name} for {s.response_length} response tokens while "
                         "others have them; a custom generate function must set them for every sample or for none"
                     )
-                column = [0] * s.response_length
-            parts.append(column)
-        columns[name] = _flat(parts, dtype)
-    log_probs = columns.get("rollout_log_probs")
-    if log_probs is not None and not np.isfinite(log_probs).all():
-        wrong = next(s.index for s in samples if not np.isfinite(s.rollout_log_probs or [0.0]).all())
-        raise RolloutError(
-            f"sample {wrong} has rollout_log_probs that are not finite numbers; set them to None if they are unknown, "
-            "and to 0.0 for tokens that the policy did not generate"
-        )
+                values[i] = np.zeros((s.response_length, *width), dtype)
+            if not np.isfinite(values[i]).all():
+                raise RolloutError(
+                    f"sample {s.index} has {name} that are not finite numbers; set them to None if they are unknown, "
+                    "and to 0.0 for tokens that the policy did not generate"
+                )
+        columns[name] = np.concatenate(values)
     return columns
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from furlong.config.args_view import Args
 from furlong.core.routing import extend_routes
-from furlong.core.sample import OTHER_CONTEXT, UNKNOWN_VERSION, UNSAMPLED, Sample, Status
+from furlong.core.sample import OTHER_CONTEXT, PER_TOKEN, UNKNOWN_VERSION, UNSAMPLED, Sample, Status
 from furlong.core.user_code import is_raised_by_user, message_of
 from furlong.core.user_functions import Function
 from furlong.errors import RolloutError
@@ -225,9 +225,9 @@ def _cut_untrained(sample: Sample, max_tokens: int) -> None:
     mask = sample.loss_mask
     if surplus <= 0 or surplus >= sample.response_length or not mask or any(mask[-surplus:]):
         return
-    for name in ("tokens", "loss_mask", "rollout_log_probs", "teacher_log_probs", "token_versions"):
-        if column := getattr(sample, name):
-            setattr(sample, name, list(column[:-surplus]))
+    for name in ("tokens", *PER_TOKEN):
+        if (column := getattr(sample, name)) is not None:
+            setattr(sample, name, column[:-surplus])
     sample.response_length -= surplus
     if sample.rollout_routed_experts is not None:
         sample.rollout_routed_experts = sample.rollout_routed_experts[: max_tokens - 1]
@@ -260,7 +260,7 @@ def check_sample(sample: Sample, source: str, vocab_size: int | None) -> None:
         sample.status = Status.COMPLETED
     if len(tokens) <= n:
         raise RolloutError(f"{where} {len(tokens)} tokens and response_length {n}; `tokens` must be prompt + response")
-    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs", "token_versions"):
+    for name in PER_TOKEN:
         column = getattr(sample, name)
         if column is not None and len(column) not in (0, n):
             raise RolloutError(

@@ -89,8 +89,10 @@ def apply_hook(batch: RolloutBatch, hook: RolloutDataHook, *, provides: tuple[st
 
 
 def _packed(name: str, entries: Any, batch: RolloutBatch, hook: RolloutDataHook) -> np.ndarray:
-    tensors = [torch.as_tensor(entry, dtype=torch.float32).cpu() for entry in entries]
-    lengths = [tensor.numel() for tensor in tensors]
+    known = batch.columns.get(BATCH_NAMES.get(name, name))
+    shape = (-1,) if known is None else (-1, *known.shape[1:])
+    tensors = [torch.as_tensor(entry, dtype=torch.float32).cpu().reshape(shape) for entry in entries]
+    lengths = [len(tensor) for tensor in tensors]
     if lengths != batch.response_lengths.tolist():
         raise TrainerError(
             f"{_name(hook)} set {name} with lengths {lengths[:4]}..., but responses have "

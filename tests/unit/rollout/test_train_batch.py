@@ -160,6 +160,21 @@ def test_column_that_one_sample_lacks_is_an_error_that_names_it():
         convert([sample(0), sample(1, rollout_log_probs=None)])
 
 
+def test_values_of_a_teacher_are_columns_and_a_failed_sample_has_none():
+    ids = np.array([[4, 5, 6], [7, 8, 9]], np.int32)
+    whole = {"teacher_log_probs": torch.tensor([-1.0, -2.0]), "teacher_top_ids": ids}  # tensors, as of slime
+    cut = whole | {"teacher_mask": [1, 0], "teacher_top_log_probs": -ids / 8}
+    failed = sample(2, None, status=Status.FAILED)
+    columns = convert([sample(0, **whole, teacher_top_log_probs=-ids / 4), sample(1, **cut), failed]).columns
+    assert columns["teacher_log_probs"].tolist() == [-1, -2] * 2 + [0, 0]
+    assert columns["teacher_mask"].tolist() == [1, 1, 1, 0, 0, 0]
+    assert columns["teacher_top_ids"].tolist() == [*ids.tolist() * 2, [0, 0, 0], [0, 0, 0]]
+    assert columns["teacher_top_log_probs"].shape == (6, 3)
+    assert "teacher_mask" not in convert([sample(0, **whole), failed]).columns
+    with pytest.raises(RolloutError, match="sample 1 has teacher_log_probs that are not finite"):
+        convert([sample(0, **whole), sample(1, **whole | {"teacher_log_probs": [0.0, -math.inf]})])
+
+
 def test_sample_without_index_is_an_error():
     with pytest.raises(RolloutError, match="no index or group_index"):
         convert([sample(0), sample(None)])

@@ -27,10 +27,13 @@ def test_every_field_is_restored(tmp_path):
         group_index=1, index=2, rollout_id=3, prompt=[{"role": "user", "content": "hi \ud800"}], tokens=[1, 2, 300_000],
         response="ok", response_length=2, label={"a": (1, 2)}, reward={"score": 1.0, "why": None},
         outcome=Outcome.scored({"score": 1.0}), loss_mask=[1, 0], weight_versions=["3", "4"], token_versions=[3, 4],
-        rollout_log_probs=[-0.1, -1e-300], teacher_log_probs=[-0.5, 0.0], remove_sample=True, status=Status.TRUNCATED,
+        rollout_log_probs=[-0.1, -1e-300], teacher_log_probs=[-0.5, 0.0], teacher_mask=[1, 0], remove_sample=True,
+        status=Status.TRUNCATED,
         metadata={"n": 10**30, "deep": {"$odd": [1.5, True], 7: "int key"}, "f": 0.1}, train_metadata={"x": 1},
         apply_chat_template_kwargs={"enable_thinking": False}, tools=[{"name": "t"}], generate_function_path="a.b",
         custom_rm_path="c.py:d", session_id="s", non_generation_time=0.25, seed=2**40,
+        teacher_top_ids=np.array([[7, 300_000], [1, 2]], np.int32),
+        teacher_top_log_probs=np.array([[-0.5, -1], [-2, -3]], np.float32),
     )  # fmt: skip
     groups = [Group(5, [full, Sample()], epoch=2, row=9), Group(6, [])]
     dump = round_trip(tmp_path, groups)
@@ -38,6 +41,9 @@ def test_every_field_is_restored(tmp_path):
     assert dump.rollout_id == 3
     assert type(dump.groups[0].samples[0].status) is Status
     assert dump.groups[0].samples[0].label == {"a": (1, 2)}
+    for name in ("teacher_top_ids", "teacher_top_log_probs"):
+        values = getattr(dump.groups[0].samples[0], name)
+        np.testing.assert_array_equal(values, getattr(full, name), strict=True)
 
 
 @settings(max_examples=40, deadline=None)
