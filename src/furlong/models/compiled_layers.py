@@ -121,7 +121,7 @@ class LayerStack(MlpRecompute):
             row_bytes = len(weight) * (compute_dtype or weight.dtype).itemsize
         super().__init__(mlps, row_bytes=row_bytes, compiled=compiled and bool(mlps))
         if self.is_compiled:
-            allow_variants()
+            set_compiler_options()
             for layer in self.layers:
                 _compile(layer)
 
@@ -138,13 +138,16 @@ class LayerStack(MlpRecompute):
             yield
 
 
-def allow_variants() -> None:
-    """Raise the compiler's limit of variants of a layer.
+def set_compiler_options() -> None:
+    """Allow `MAX_VARIANTS` of a layer, and keep its sizes constant in sharded models, too.
 
-    There is one for each kind of attention, with and without gradient, with and without recomputation.
+    There is a variant for each kind of attention, with and without gradient, with and without recomputation.
     """
-    dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]  the documented place of the limit
+    dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]  the documented place of options
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_VARIANTS)
+    # Otherwise a module that FSDP2 manages has symbolic integers for attributes (in_features, head_dim), which takes
+    # three times as long to trace as constants, and kernels compute with sizes that they do not know.
+    dynamo.skip_fsdp_guards = False
 
 
 def _compile(layer: Any) -> None:
@@ -185,7 +188,7 @@ def _recomputable(kind: type[nn.Module]) -> type[nn.Module]:
     plain = kind.forward
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if self.is_recomputed and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.is_recomputed:  # in this order: without gradient, one variant serves both
             return checkpoint(plain, self, x, use_reentrant=False, preserve_rng_state=False)
         return plain(self, x)
 

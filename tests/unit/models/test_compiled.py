@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from backends import fsdp_backend
 from furlong.algo.policy_loss import PolicyLoss
@@ -11,6 +17,7 @@ from furlong.core.batch import pack_micro_batch
 from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import LayerStack, dense_layers
 from furlong.models.packed_model import PackedModel
+from furlong.training.ranks import Ranks
 from models_zoo import family_config, random_batch
 
 BATCH = random_batch(prompts=[9, 4], responses=[[5, 12], [40, 3]])
@@ -140,3 +147,36 @@ def test_running_out_of_memory_before_the_layers_is_an_error_after_a_few_times(f
     with pytest.raises(torch.OutOfMemoryError):
         backend.forward_backward(micro(), PolicyLoss(AlgoFlags()))
     assert 1 < len(tried) < 10
+
+
+class SizedLayer(nn.Module):
+    """A layer that reads an integer attribute, as attention reads the width of its heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Module()
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(self.mlp, name, nn.Linear(8, 8))
+        self.head_dim = 4
+
+    def forward(self, x):
+        return self.mlp.gate_proj(x).unflatten(1, (-1, self.head_dim)).sum(1)
+
+
+def test_sizes_of_a_compiled_layer_are_constants_in_a_sharded_model(monkeypatch):
+    sizes = []
+
+    def record(graph, inputs):
+        sizes.extend(int(x) for x in inputs if not isinstance(x, torch.Tensor))
+        return graph
+
+    compile_function = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **options: compile_function(call, backend=record, **options))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layer = fully_shard(SizedLayer(), mesh=init_device_mesh("cpu", (1,)))
+    layers = LayerStack(SimpleNamespace(base_model=SimpleNamespace(layers=nn.ModuleList([layer]))), compiled=True)
+    layer(torch.randn(6, 8))
+    assert layers.is_compiled
+    assert sizes == [6]  # the number of tokens
+    del layer, layers
+    Ranks().leave()

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from furlong.core.batch import MicroBatch
-from furlong.models.compiled_layers import MlpRecompute, allow_variants
+from furlong.models.compiled_layers import MlpRecompute, set_compiler_options
 from furlong.models.varlen_attention import varlen_attention
 from furlong.training.megatron.attention import JointNorm, attend_by_sequence, attend_unfused, once
 
@@ -145,7 +145,7 @@ class PackedLayer(TransformerLayer):
 
     def compile_pieces(self) -> None:
         """Compile the pieces without collectives; compilation happens on first use."""
-        allow_variants()
+        set_compiler_options()
         if self.tp_size == 1 and not self.is_moe_layer:
             self._layer = torch.compile(self._layer, dynamic=True)
             return
