@@ -187,7 +187,7 @@ class _SessionBench:
                 sample, params = Sample(index=number), self.generation.params
                 sample.session_id = str(number)
                 policy = policy_of_sample(sample, self.generation, params, lambda: True)
-                url = policy.open_session().url
+                url = policy.open_session().url_with_key
                 seconds.extend(await (self.chat(policy) if self.clients is None else self.clients.play(url)))
                 await policy.end_session()
 

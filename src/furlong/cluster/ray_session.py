@@ -38,8 +38,8 @@ SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # server hosts request no GPU from Ray but must see all of them
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-# For a local cluster only: bind every port to 127.0.0.1 and require a random token.
-LOCAL_SETTINGS = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+# For a local cluster only: ports on 127.0.0.1, a random token, and normal priority (by default workers have nice 15).
+LOCAL_SETTINGS = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
 
 # Prefixes of environment variables that are copied to workers on other machines, without secrets: the dashboard of Ray
 # shows them. Local workers inherit all.
