@@ -127,6 +127,9 @@ ROLLOUTS = (
           without="--rollout-stop"),
     steps("a learning rate that lets every response run to its limit", "STOP02", _recorded("lr 1e-5"),
           WORD_PROBLEMS | {"lr": 1e-5}, remedy="--lr", without="--label-key"),
+    steps("a limit of evaluations below that of training", "STOP02",
+          [{"rollout/truncated_ratio": 0.0, "eval/held-truncated_ratio": 0.8}],
+          {"rollout_max_response_len": 8, "eval_max_response_len": 2}, remedy="--eval-max-response-len 8"),
     steps("masks that leave nothing", "NUM06", [BUSY | {"train/grad_norm": 0.0, "rollout/response_len/mean": 0.0}] * 8,
           remedy="loss masks"),
     steps("a slow tool", "SLOW01", [SPEED] * 5 + [{n: v * 10 if n == "perf/rollout_time" else v / 10 for n, v in
@@ -139,8 +142,17 @@ ROLLOUTS = (
     steps("every answer right", "REW02", _rewards(1.0, 1.0, 1.0), remedy="harder"),
     steps("every reward 0.5", "REW02", _rewards(0.5, 0.5, 0.5), remedy="reward function", without="too hard|too easy"),
     steps("groups right or wrong as a whole", "REW02",
-          _rewards(0.25, 0.25, 0.25, flat=True, **{"rollout/reward_range": 1.0}), remedy="--n-samples-per-prompt",
-          without="--label-key"),
+          _rewards(0.25, 0.25, 0.25, flat=True, **{"rollout/reward_range": 1.0}), 
+          remedy="--n-samples-per-prompt|correct the reward", without="--label-key"),
+    steps("a filter that keeps groups without a difference", "REW02",
+          _rewards(0.25, 0.25, 0.25, flat=True, **{"rollout/reward_range": 1.0}),
+          {"dynamic_sampling_filter_path": "own.py:keep"}, remedy="own.py:keep"),
+    steps("an agent that gives itself the same reward", "REW02", _rewards(1.0, 1.0, 1.0), {"agent_command": "agent"},
+          remedy="check --agent-command", without="label"),
+    steps("a temperature at which answers are noise", "REW02", _rewards(0.0, 0.0, 0.0), {"rollout_temperature": 3.0},
+          remedy="--rollout-temperature"),
+    steps("a filter that removes the right answers", "REW02", [*GOOD, *_rewards(0.0, 0.0, 0.0)],
+          {"rollout_sample_filter_path": "own.py:remove"}, remedy="--rollout-sample-filter-path"),
     steps("a policy without choice", "REW02",
           _rewards(0.25, 0.25, 0.25, flat=True, **{"rollout/reward_range": 1.0, "rollout/same_response_frac": 1.0}),
           remedy="--rollout-temperature", without="prompts"),
@@ -152,6 +164,9 @@ ROLLOUTS = (
     steps("a reward that favors long answers", "STOP02",
           [BUSY | {"rollout/raw_reward": 0.1 * min(i, 7), "rollout/truncated_ratio": float(i > 4)} for i in range(9)],
           WORD_PROBLEMS, remedy="--rollout-max-response-len", without="--lr"),
+    steps("a reward that does not ask for an end", "STOP02",
+          [BUSY | {"rollout/raw_reward": 0.7, "rollout/truncated_ratio": float(i > 4)} for i in range(9)],
+          WORD_PROBLEMS, remedy="responses without an end|--lr"),
     steps("a policy that collapsed", "REW02", [*GOOD, *_rewards(0.0, 0.0, 0.0)], remedy="--lr",
           without="--label-key"),
     steps("a policy that fades", "REW02", [*GOOD, *_rewards(*[0.02] * 9, flat=False)], remedy="--lr"),
@@ -170,6 +185,9 @@ ROLLOUTS = (
           [{"rollout/suspicious/empty": 9.0, "rollout/suspicious/empty_best": 9.0}], remedy="reward test"),
     steps("code that ends its tests", "REW05",
           [{"rollout/suspicious/exit": 10.0, "rollout/suspicious/exit_best": 9.0}], remedy="outside of the sandbox"),
+    steps("an error count as the reward", "REW05",
+          [BUSY | {"rollout/raw_reward": 0.6 + i / 50} | ({"eval/held": 0.3 - i / 40} if i % 4 == 0 else {})
+           for i in range(13)], remedy="furlong view"),
     steps("rewards that a step waits for", "REW04", [WAITS | {"perf/reward_wait_time": 8.0}] * 3,
           {"custom_rm_path": "own.py:reward"}, remedy="--num-reward-workers|async def"),
     steps("a slow reward server", "REW04", [WAITS | {"perf/reward_wait_time": 8.0}] * 3,
@@ -218,6 +236,9 @@ ROLLOUTS = (
           [{"rollout/episodes/reissued": 8.0, "rollout/episodes/process_ended": 8.0}],
           {"environment": ["own.py:Env"], "env_workers": ["process", "2"], "rollout_batch_size": 8},
           remedy="run.log"),
+    steps("an environment that never ends", "TOOL02",
+          [{"rollout/context_full_frac": 0.4, "rollout/truncated_ratio": 1.0}], {"environment": ["own.py:Env"]},
+          remedy="done=True|--max-turns", without="generate function"),
     steps("a context that fills up", "TOOL02", [{"rollout/context_full_frac": 0.5}],
           CUSTOM | {"rollout_max_context_len": 64}, remedy="--rollout-max-context-len"),
 )  # fmt: skip
@@ -253,6 +274,8 @@ NUMBERS = (
     steps("values that diverge", "NUM07", [*_critic(*[0.2] * 12), *_critic(-7.0, loss=40.0)], PPO,
           remedy="lower --critic-lr"),
     steps("a policy that starts with a new critic", "NUM08", _critic(-0.45), PPO, remedy="--num-critic-only-steps"),
+    steps("a critic that is not trained", "NUM08", _critic(-0.45), PPO | {"critic_lr": 0.0}, remedy="set --critic-lr",
+          without="--num-critic-only-steps"),
     steps("a warm-up of one rollout", "NUM08", _critic(-0.5, -0.3), PPO | {"num_critic_only_steps": 1},
           remedy="--num-critic-only-steps"),
     steps("experts that disagree", "NUM05", [{"train/routing_agreement": 0.6}],
@@ -406,6 +429,12 @@ MEASURED = (
     steps("four samples a step that vary", "", [
         {"rollout/zero_std_frac": 0.5, "rollout/raw_reward": reward, "rollout/reward_range": 1.0}
         for reward in [0.5, 0.25, 0.0] * 5 + [0.0, 0.25, 0.0, 0.0, 0.0] + [0.25, 0.0, 0.5] * 5 + [0.0] * 5], FEW),
+    steps("an evaluation that varies while the reward rises", "",
+          [BUSY | {"rollout/raw_reward": 0.3 + i / 50} | ({"eval/held": (0.3, 0.1, 0.25)[i % 3],
+           "eval/held-pass@1": 0.0} if i % 2 == 0 else {}) for i in range(30)]),
+    steps("evaluations that are shorter on purpose", "",
+          [{"rollout/truncated_ratio": 0.0, "eval/held-truncated_ratio": 0.1}],
+          {"rollout_max_response_len": 8, "eval_max_response_len": 4}),
     steps("rewards of -1 and 1", "", [{"rollout/zero_std_frac": 0.2, "rollout/raw_reward": (-1) ** i * 0.05,
                                       "rollout/reward_range": 2.0} for i in range(40)]),
     steps("rewards of 100 with their spread divided out", "", [{"train/grad_norm": 6.0, "rollout/reward_range": 100.0,
@@ -438,6 +467,15 @@ def test_a_faulty_run_gets_its_diagnosis_and_no_other(case: Case) -> None:
     said = found[0].cause + found[0].remedy
     assert [word for word in case.remedy.split("|") if word not in found[0].remedy] == []
     assert not case.without or case.without not in said
+
+
+def test_constant_rewards_come_with_one_of_the_responses() -> None:
+    suite = MonitorSuite(MONITORS, RunFacts(config_from_values({})))
+    said = {"prompt": "'83+80='", "response": "'163<|im_end|>'", "label": "'1.63'"}
+    for number, row in enumerate(_rewards(0.0, 0.0, 0.0), 1):
+        suite.event({"event": "equal_rewards", **said})
+        found = suite.step(number, row)
+    assert "; one of them: prompt '83+80=', response '163<|im_end|>', label '1.63'" in found[0].finding
 
 
 def test_healthy_runs_get_none() -> None:

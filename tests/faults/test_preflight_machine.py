@@ -222,13 +222,18 @@ def listening(answer: bytes) -> Iterator[str]:
 
 
 @fault("GPU05")
-def test_a_ray_cluster_that_is_not_there(world):
+def test_a_ray_cluster_that_is_not_there(world, monkeypatch):
     ranks = {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 1}
     with listening(bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))) as address:  # a SETTINGS frame, as of a gRPC server
         assert world.look(**ranks, ray_address=address) == []
     found = only(world.look(**ranks, ray_address=address), "GPU05")
     assert f"--ray-address {address}" in found.finding
     assert found.evidence == {"address": address}
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    found = only(world.doctor(**ranks), "GPU05")
+    assert f"RAY_ADDRESS of the environment {address}" in found.finding
+    assert "unset RAY_ADDRESS" in found.remedy
+    monkeypatch.delenv("RAY_ADDRESS")
     found = only(world.look(**ranks, ray_address=f"ray://{address}"), "GPU05")
     assert "ray job submit" in found.remedy
     assert world.look(**ranks, ray_address=None) == []

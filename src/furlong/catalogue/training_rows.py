@@ -13,7 +13,8 @@ ROWS = (
         symptom="Gradients explode; a double chat template; answers that ignore the question.",
         cause="The data already contains the model's special tokens and --apply-chat-template adds them again; or it "
         "contains messages, which need a template.",
-        checked="The first prompts: special tokens of the tokenizer in them against --apply-chat-template.",
+        checked="The first prompts: special tokens of the tokenizer in them against --apply-chat-template; whether the "
+        "template starts the answer.",
         remedy="Remove --apply-chat-template for prompts that are already rendered; add it for messages and plain "
         "questions.",
         guides=(MQ, MD, SQ),
@@ -52,7 +53,7 @@ ROWS = (
         symptom="Generation is endless, or always runs to the length limit.",
         cause="The token that ends a turn in the chat template is not a stop token.",
         checked="The chat template's end of turn, the tokenizer's eos, generation_config's eos and the --rollout-stop "
-        "flags.",
+        "flags; whether these are inside of labels.",
         remedy="Add the token with --rollout-stop-token-ids, or its text with --rollout-stop TEXT.",
         guides=(MQ, SQ),
     ),
@@ -63,7 +64,8 @@ ROWS = (
         "warning",
         symptom="Engines are busy for a long time and no response arrives.",
         cause="Stop tokens are wrong, or the length limit is far above or below what the answers need.",
-        checked="Nine in ten of the first responses are truncated, or none has ended after some time.",
+        checked="Nine in ten of the first responses are truncated, or none has ended after some time; half of those of "
+        "an evaluation with a limit of its own.",
         remedy="Set --rollout-stop-token-ids, or change --rollout-max-response-len.",
         guides=(MQ, SQ),
     ),
@@ -145,7 +147,7 @@ ROWS = (
         cause="It does not handle the labels in the data, or a response without an answer; or its server or process "
         "failed.",
         checked="It is imported, its signature checked, and it is called on a row of the data: with the label as the "
-        "response, and with a wrong response.",
+        "response, with the label and the model's end of turn, and with a wrong response.",
         remedy="The message has the traceback, the value or the type; test changes with `furlong reward test`.",
         guides=(ST,),
     ),
@@ -194,7 +196,7 @@ ROWS = (
         cause="Candidates: a reward that takes a missing answer for a right one; checks that run in the process of the "
         "code under test, so that its exit ends them; a reward for brevity, where this is intended.",
         checked="Samples with the highest reward of a rollout whose text is empty, or calls `os._exit`, if nearly all "
-        "such samples have that reward and others have less.",
+        "such samples have that reward and others have less; evaluations that fall while the reward rises.",
         remedy="Read such samples with `furlong view`, and pass one to `furlong reward test`. For code, compare "
         "outputs outside of the sandbox (docs: What a policy can and cannot reach).",
     ),

@@ -205,6 +205,13 @@ def _read(
     from_keywords = values_from_mapping(keywords or {}, KEYWORDS, specs)
 
     values, sources = dict(preset), dict.fromkeys(preset, "entry point")
+    replaced = [
+        f"{specs[name].flag} is {value} of {source}, not {flags.values[name]} of the command line: {OVERRIDE_FLAG} "
+        "takes precedence"
+        for source, part in override_files
+        for name, value in part.values.items()
+        if name in flags.values and flags.values[name] != value and name not in FIELDS.values()
+    ]
     by_precedence = (*config_files, ("flag", flags), ("keyword", from_keywords), *override_files)
     for source, part in by_precedence:
         for name, value in part.values.items():
@@ -216,7 +223,7 @@ def _read(
     lines, selected.problems = select_parts(values, sources)
     idle = [line for line in flags.lines if " has no effect: " in line] if values.get("strict_flags") else []
     selected.problems += [Problem(f"{line}; remove it, or --strict-flags", NO_EFFECT) for line in idle]
-    lines += [line for line in flags.lines if line not in idle]
+    lines += [*replaced, *(line for line in flags.lines if line not in idle)]
     explicit = config_from_values(values)
     derived = derive(explicit, frozenset(values))
     sources.update({name: f"derived: {why}" for name, (_, why) in derived.items()})

@@ -142,6 +142,8 @@ def _values(where: str, row: dict[str, Any], commits: Commits) -> tuple[dict[str
         problems.append(problem)
     if (name := values.get("rm_type")) and (problem := verifier_problem(f"{where}, rm_type", name)):
         problems.append(problem)
+    if name and "custom_rm_path" not in values:  # the run's function would take precedence
+        values |= {"custom_rm_path": None, "group_rm": False}
     return values, problems
 
 

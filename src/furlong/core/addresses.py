@@ -70,6 +70,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
         if listener is not None:
             listener.close()
         raise EngineError(
-            f"cannot listen on {host_and_port(host, port)}: {error}; choose another --port, or 0 for a free one"
+            f"cannot listen on {host_and_port(host, port)}: {error}; choose another port (--port, in a run "
+            "--session-server-port), or 0 for a free one"
         ) from error
     return listener

@@ -351,6 +351,10 @@ def message_problem(value: Any) -> str | None:
     """
     if not isinstance(value, list) or not value:
         return f"a conversation is a non-empty list of messages, not {_shown(value)}"
+    if all(type(entry) is int for entry in cast("list[Any]", value)):
+        return (
+            "it is a list of numbers, such as token ids; give the text (`furlong data tokenize` makes files of tokens)"
+        )
     for i, message in enumerate(cast("list[Any]", value)):
         if not isinstance(message, dict):
             return f"message {i} is {_shown(message)}, not an object with role and content"

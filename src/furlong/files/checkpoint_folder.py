@@ -231,4 +231,4 @@ def _other(folder: Path) -> str:
                 return f"; the newest intact checkpoint before it is that of step {step}: use --ckpt-step {step}"
         except CheckpointError:
             continue
-    return "; there is no intact checkpoint before it"
+    return "; copy the file again, or start a new run: there is no intact checkpoint before it"

@@ -110,6 +110,10 @@ def load_network(
             f"the weights in {path} ({files}) do not fit its config.json: "
             + "; ".join(f"{kind} {len(keys)}, first {keys[:3]}" for kind, keys in bad.items() if keys)
             + ". Training would start from random values there; give a complete checkpoint"
+            + (
+                ", or set tie_word_embeddings to true if the model ties them"
+                * (bad["missing_keys"] == ["lm_head.weight"])
+            )
         )
     unexpected = sorted(name for name in info.get("unexpected_keys") or () if not is_untrained(name, config))
     if unexpected and not without_head:

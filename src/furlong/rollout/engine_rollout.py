@@ -21,8 +21,9 @@ from furlong.core.batch import RolloutBatch
 from furlong.core.metric import Metrics, mean, total
 from furlong.core.progress import Phase, progress
 from furlong.core.sample import Group, Sample, Status
+from furlong.core.text import shortened
 from furlong.core.tracing import heartbeat
-from furlong.errors import RolloutError
+from furlong.errors import DataError, RolloutError
 from furlong.interfaces import DataSource, Ledger
 from furlong.rollout.episodes import SILENT
 from furlong.rollout.filters import filter_output
@@ -319,11 +320,7 @@ class EngineRollout:
             num_seen = len(state.seen)
             if state.kept or state.spare or num_seen < max(HOPELESS_GROUPS, HOPELESS_BATCHES * self._batch_size):
                 return
-            raise RolloutError(
-                f"rollout {state.rollout_id}: all of the first {num_seen} groups were dropped ({dict(state.drops)}), "
-                "so there is nothing to train on; check --dynamic-sampling-filter-path and the rewards it judges "
-                "(--rm-type or --custom-rm-path), or use prompts that the model sometimes solves"
-            )
+            raise RolloutError(f"rollout {state.rollout_id}: {_all_dropped(num_seen, state.drops)}")
 
     def _is_stale(self, group: Group, rollout_id: int) -> bool:
         bound = self._max_staleness
@@ -383,6 +380,9 @@ class EngineRollout:
         state.surplus = []
 
     def _end_of_data(self, state: _Round) -> None:
+        has_filter = self._hooks.dynamic_sampling_filter is not None
+        if has_filter and state.drops and not (self._has_kept or state.rollout_id):
+            raise DataError(f"nothing was trained: {_all_dropped(len(state.seen), state.drops)}")
         if state.kept:
             message = "rollout %d: the data ended with %d of %d groups; they are dropped (reason end_of_data)"
             logger.warning(message, state.rollout_id, len(state.kept), self._batch_size)
@@ -416,6 +416,10 @@ class EngineRollout:
         if num_masked:
             metrics["rollout/staleness/masked_frac"] = mean(num_masked / max(1, len(batch.loss_masks)))
         batch.metrics.update(self._report.of_rollout(state.rollout_id, groups, metrics, seconds))
+        spread = batch.metrics.get("rollout/reward_range")
+        if spread is not None and spread.value == 0:
+            shown = {key: shortened(getattr(samples[0], key)) for key in ("prompt", "response", "label")}
+            self._generation.on_event("equal_rewards", rollout=state.rollout_id, **shown)
         return batch
 
     def _metrics(self, state: _Round, groups: Sequence[Group], samples: Sequence[Sample], seconds: float) -> Metrics:
@@ -445,6 +449,14 @@ class EngineRollout:
         if state.num_returned:
             metrics["rollout/returned_groups"] = total(state.num_returned)
         return metrics
+
+
+def _all_dropped(num_seen: int, drops: Counter[str]) -> str:
+    return (
+        f"all of the first {num_seen} groups were dropped ({dict(drops)}), so there is nothing to train on; check "
+        "--dynamic-sampling-filter-path and the rewards it judges (--rm-type or --custom-rm-path), or use prompts that "
+        "the model sometimes solves"
+    )
 
 
 def exceeds_context(sample: Sample) -> bool:

@@ -395,6 +395,12 @@ async def _run_hooks(sample: Sample, generation: Generation, rollout_id: int) ->
         if result is not None and result is not sample:
             copy_identity(result, sample)
             sample = result
+        for name in ("loss_mask", "rollout_log_probs", "token_versions"):
+            if (column := getattr(sample, name)) and len(column) != sample.response_length:
+                raise RolloutError(
+                    f"--rollout-sample-hook-path leaves sample {sample.index} with {len(column)} entries of {name} for "
+                    f"{sample.response_length} response tokens; a hook that changes tokens must change it with them"
+                )
     return sample
 
 

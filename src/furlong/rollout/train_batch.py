@@ -273,8 +273,9 @@ def _columns(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
             if len(values[i]) != s.response_length:
                 if s.status is not Status.FAILED:
                     raise RolloutError(
-                        f"sample {s.index} has {len(values[i])} {name} for {s.response_length} response tokens while "
-                        "others have them; a custom generate function must set them for every sample or for none"
+                        f"sample {s.index} has {len(values[i])} {name} for {s.response_length} response tokens; a "
+                        "function that sets or changes tokens must keep one for each, for all samples or for none "
+                        "(Sample.append_response_tokens keeps them consistent)"
                     )
                 values[i] = np.zeros((s.response_length, *width), dtype)
             if not np.isfinite(values[i]).all():

@@ -166,8 +166,12 @@ class RoundObserver:
         if bad := [name for name, column in floats.items() if not bool(np.isfinite(column[trained]).all())]:
             cause = f"The loss received non-finite {', '.join(bad)}."
             remedy = "fix your function that computes them, or what the engine reports"
+        elif is_custom_loss and "all parameters are finite, 0 of" in what:
+            cause = "--custom-loss-function-path computes it from finite log-probs, such as by a logarithm of 0."
+            remedy = "fix the function"
         elif is_custom_loss:
             cause = f"--custom-loss-function-path returns non-finite values, or: {cause[0].lower()}{cause[1:]}"
+            remedy = f"check the function; {remedy}"
         error = diagnosis(
             "NUM04", message, cause=cause,
             remedy=f"{remedy}; --no-check-for-nan-in-loss-and-grad skips and counts such steps",

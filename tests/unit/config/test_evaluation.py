@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -78,3 +79,11 @@ def test_values_have_the_types_of_flags_and_missing_ones_those_of_training(confi
     assert (flags.rollout_stop, flags.rollout_stop_token_ids, flags.rollout_max_response_len) == (("END",), (7,), 8)
     assert isinstance(flags.rollout_temperature, float)
     assert flags.rollout_temperature == 0.0
+
+
+def test_the_verifier_of_a_set_replaces_the_runs_function(config, write):
+    own = dataclasses.replace(config.reward, custom_rm_path="own.py:reward", group_rm=True)
+    for keys, function in (({"temperature": 0}, "own.py:reward"), ({"rm_type": "math"}, None)):
+        write(None, **keys)
+        (spec,) = eval_specs(dataclasses.replace(config, reward=own))
+        assert (spec.config.reward.custom_rm_path, spec.config.reward.group_rm) == (function, function is not None)

@@ -46,6 +46,9 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
 
 def test_the_overriding_file_wins_over_the_command_line(tmp_path: Path) -> None:
     assert read(tmp_path, "lr: 1.0", "--lr", "2", flag="--custom-config-path").optim.lr == 1.0
+    resolved, _ = examine(["--lr", "2", "--custom-config-path", str(tmp_path / "run.yaml")])
+    (line,) = [line for line in resolved.lines if "--lr" in line]
+    assert line.startswith(f"--lr is 1.0 of file {tmp_path / 'run.yaml'}, not 2.0 of the command line")
 
 
 def test_all_problems_of_a_file_are_reported_with_file_and_key(tmp_path: Path) -> None:

@@ -84,6 +84,9 @@ def test_a_filter_that_keeps_nothing_ends_the_run_with_its_reasons(monkeypatch):
     parts = rollout(ScriptedEngine(), ListSource(100_000), dynamic_filter=lambda args, samples, **kw: False)
     with pytest.raises(RolloutError, match=r"all of the first 40 groups were dropped \({'filter': 40}\).*--rm-type"):
         produce(parts)
+    parts = rollout(ScriptedEngine(), ListSource(20), dynamic_filter=lambda args, samples, **kw: False)
+    with pytest.raises(DataError, match=r"nothing was trained: all of the first 20 groups were dropped"):
+        produce(parts)  # the data ends before
 
 
 def test_a_filter_that_keeps_few_groups_continues(monkeypatch):
@@ -431,13 +434,19 @@ def test_the_sample_returned_by_a_hook_replaces_the_original():
 def test_a_hook_that_returns_something_else_is_an_error():
     cases = [
         (lambda sample: 5, "--rollout-sample-hook-path returned int for sample 0; it must return None"),
-        (lambda sample: dataclasses.replace(sample, loss_mask=[1] * 9), "loss_mask of sample 0 has shape .9,."),
+        (
+            lambda sample: dataclasses.replace(sample, loss_mask=[1] * 9),
+            "--rollout-sample-hook-path leaves sample 0 with 9 entries of loss_mask for 1 response tokens",
+        ),
         (lambda sample: dataclasses.replace(sample, group_index=1), "changed group_index of sample 0 from 0 to 1"),
         (
             lambda sample: dataclasses.replace(sample, rollout_log_probs=[float("nan")]),
             "sample 0 has rollout_log_probs",
         ),
-        (lambda sample: dataclasses.replace(sample, response_length=7), "sample 0 has 3 tokens and response_length 7"),
+        (
+            lambda sample: dataclasses.replace(sample, response_length=7),
+            "leaves sample 0 with 1 entries of rollout_log_probs for 7 response tokens",
+        ),
     ]
     for returned, message in cases:
         hook = lambda args, sample, *, rollout_id, evaluation, returned=returned: returned(sample)  # noqa: E731

@@ -156,7 +156,7 @@ def test_training_metadata_is_carried_if_any_sample_has_some():
 
 
 def test_column_that_one_sample_lacks_is_an_error_that_names_it():
-    with pytest.raises(RolloutError, match="sample 1 has 0 rollout_log_probs for 2 response tokens while others"):
+    with pytest.raises(RolloutError, match="sample 1 has 0 rollout_log_probs for 2 response tokens; a function"):
         convert([sample(0), sample(1, rollout_log_probs=None)])
 
 

@@ -357,10 +357,13 @@ def value_warm_up(now: StepContext) -> Alert | None:
     algo, explained = now.facts.config.algo, now.row.get(CRITIC)
     if explained is None or explained >= SHORT_WARM_UP or now.step != algo.num_critic_only_steps + 1:
         return None
+    is_still = algo.critic_lr == 0
     return now.alert(
         "NUM08",
         f"the policy is trained for the first time, with a critic whose explained variance is {explained:.3g}",
         evidence={"explained_variance": explained, "num_critic_only_steps": algo.num_critic_only_steps},
+        cause="The critic is not trained: --critic-lr is 0." if is_still else None,
+        remedy="set --critic-lr, or start from a trained critic with --critic-load" if is_still else None,
         severity="info" if algo.num_critic_only_steps else "warning",
     )
 

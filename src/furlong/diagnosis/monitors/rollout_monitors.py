@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from furlong.tools.template_test import describe_ends
 
 TRUNCATED, TRUNCATED_SAMPLES = 0.9, 32  # share of the first samples; tight limits of healthy recipes truncate 0.3-0.7
 HOT = 1.5  # a temperature at which few tokens are those that the model would choose
-EARNS_MORE = 1.5  # times the reward before: longer responses pay
+EARNS_MORE, EARNS_AS_MUCH = 1.5, 0.75  # times the reward before: longer responses pay, or cost nothing
+END, CUT_OFF = "-truncated_ratio", 0.5  # of evaluation sets: the metric, and the share that says that a limit is wrong
 SHORT_ANSWER = 4  # a limit below which answers that get rewards need no end of turn, as of classifiers
 ENDED, BROKEN_ROWS, BROKEN_SAMPLES = 0.3, 3, 96  # share cut off at first; later steps in a row, and their samples
 NO_SPREAD_STEPS, NO_SPREAD_SAMPLES = 3, 64  # in a row; at 10 % right answers, 64 are equal once in 700 times
@@ -33,6 +35,7 @@ SLOWER, SLOW_ROWS, USUAL_ROWS, SLOW_LEAST_S = 3.0, 3, 5, 1.0  # times the usual,
 DATA_SHARE, DATA_LEAST_S, DATA_ROWS = 0.2, 0.1, 3  # of these steps together, and at least on average
 HACKS, HACK_SHARE = 8, 0.9  # suspicious samples with the highest reward, and their share of the suspicious ones
 REWARD_SHARE, REWARD_LEAST_S, REWARD_ROWS = 0.5, 1.0, 3  # of a rollout, in each of these steps, and at least
+SCORE, FELL = re.compile(r"eval/(?!.*(-truncated_ratio|-pass@\d+)$)[^/]+"), 0.4  # of a set; its part that is left
 CONTEXT_FULL = 0.1  # of the samples
 LIMITED = "rollout/episodes/limit/"  # number of episodes that ended at this limit
 EPISODE_LIMITS = {
@@ -97,19 +100,21 @@ def truncation(now: StepContext) -> Alert | None:
         "longest": now.row.get("rollout/response_len/max"),
         "max_response_len": limit,
     }
-    is_better = False
     if has_ended:  # with the same flags, responses ended before the weights changed
         finding += f" ({ratios[0]:.0%} in the first step)"
-        rewards = now.recent("rollout/raw_reward", HISTORY)
+        rewards, gain = now.recent("rollout/raw_reward", HISTORY), 0.0
         if len(rewards) > rows:
             before = statistics.fmean(rewards[:-rows])
             evidence |= {"reward_before": before, "reward": rewards[-1]}
             finding += f"; the mean reward is {rewards[-1]:.3g}, before it was {before:.3g}"
-            is_better = statistics.fmean(rewards[-rows:]) > EARNS_MORE * before
+            gain = statistics.fmean(rewards[-rows:]) / before if before > 0 else 0.0
         cause, remedy = _broken(facts.config)
-        if is_better:
+        if gain > EARNS_MORE:
             cause = "Longer responses have earned higher rewards."
             remedy = "raise --rollout-max-response-len if answers need that length, or let the reward depend less on it"
+        elif gain > EARNS_AS_MUCH:
+            cause = f"The reward does not ask for an end: without one, responses get about as much as before. {cause}"
+            remedy = f"look at samples in `furlong view`, and give less to responses without an end; {remedy}"
         return now.alert("STOP02", finding, cause=cause, remedy=remedy, evidence=evidence, kind="broken")
     raised = "--rollout-max-response-len" if limit else "--rollout-max-context-len"
     ends, missing = _end_tokens(facts)
@@ -129,6 +134,32 @@ def truncation(now: StepContext) -> Alert | None:
         ids = " ".join(map(str, missing))
         remedy = f"add --rollout-stop-token-ids {ids}; if responses are still cut off, raise {raised}"
     return now.alert("STOP02", finding + (f"; {ends}" if ends else ""), cause=cause, remedy=remedy, evidence=evidence)
+
+
+def truncated_evaluation(now: StepContext) -> Alert | None:
+    """STOP02: answers of an evaluation set are cut off by a limit of its own, below that of training."""
+    flags, limit = now.facts.config.eval, now.facts.config.rollout.rollout_max_response_len
+    own = flags.eval_max_response_len
+    trained = now.row.get("rollout/truncated_ratio", 1.0)
+    if own is None or limit is None or own >= limit or trained > ENDED:
+        return None
+    cut = {
+        name.removeprefix("eval/").removesuffix(END): ratio
+        for name, ratio in now.row.items()
+        if name.startswith("eval/") and name.endswith(END) and ratio >= CUT_OFF
+    }
+    if not cut:
+        return None
+    name, ratio = max(cut.items(), key=lambda item: item[1])
+    return now.alert(
+        "STOP02",
+        f"{ratio:.0%} of the answers to evaluation set {name} were cut off at --eval-max-response-len {own}; in "
+        f"training, with --rollout-max-response-len {limit}, {trained:.0%}",
+        cause="The limit of evaluations is below what answers need.",
+        remedy=f"use --eval-max-response-len {limit}",
+        evidence={"set": name, "truncated_ratio": ratio, "max_response_len": own},
+        kind="evaluation",
+    )
 
 
 def _end_tokens(facts: RunFacts) -> tuple[str, list[int]]:
@@ -166,12 +197,18 @@ def _broken(config: Config, *, is_early: bool = False) -> tuple[str, str]:
     """Return candidates for what broke a policy, of the flags that are set, and what to do."""
     algo, flags = config.algo, config.optim
     decay = flags.lr * flags.weight_decay
-    functions = _custom_functions(config)
+    filters = {
+        "--rollout-sample-filter-path": config.rollout.rollout_sample_filter_path,
+        "--dynamic-sampling-filter-path": config.rollout.dynamic_sampling_filter_path,
+    }
+    functions = " and ".join(
+        filter(None, (_custom_functions(config), *(flag for flag, path in filters.items() if path)))
+    )
     suspects = {
         f"--entropy-coef {algo.entropy_coef:g} (0.001 is common)": algo.entropy_coef > 0,
         f"--kl-loss-coef {algo.kl_loss_coef:g} (0.001 to 0.1 are common)": algo.use_kl_loss and algo.kl_loss_coef > 0.1,
         f"--weight-decay {flags.weight_decay:g}, which shrinks weights by {decay:.2%} per step": decay > DECAYED,
-        f"the sign and scale of what {functions} returns": functions,
+        f"what {functions} does (its sign, its scale, which samples it removes)": functions,
     }
     named = [name for name, is_set in suspects.items() if is_set]
     candidates = [*named, f"steps that are too large (--lr {flags.lr:g})", *(["prompts that became harder"] * is_early)]
@@ -189,6 +226,7 @@ def _custom_functions(config: Config) -> str:
         "--custom-advantage-function-path": algo.custom_advantage_function_path,
         "--custom-reward-post-process-path": config.reward.custom_reward_post_process_path,
         "--custom-convert-samples-to-train-data-path": config.rollout.custom_convert_samples_to_train_data_path,
+        "--rollout-data-postprocess-path": config.rollout.rollout_data_postprocess_path,
     }
     return " and ".join(flag for flag, path in paths.items() if path)
 
@@ -241,34 +279,59 @@ def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
         return _collapse(now, best, reward, f"and stayed there for {rows} steps: there is no learning signal")
     is_known = is_same and (reward in (0.0, 1.0) or "rollout/reward_range" in now.row)
     pattern = f"every reward is {reward:.3g}" if is_known else "all samples of each group score the same"
-    label_key = facts.config.data.label_key
+    example = "".join(
+        f"; one of them: prompt {event['prompt']}, response {event['response']}, label {event['label']}"
+        for event in [*now.events.get("equal_rewards", ())][-1:]
+        if is_known
+    )
+    label_key, scorer = facts.config.data.label_key, facts.config.reward
     named = f" (--label-key {label_key})" if label_key else ""
-    cause = (
-        f"Candidates: the reward function gives the same value to any answer, the verifier does not find the labels"
-        f"{named}, the responses are no answers (damaged weights, another tokenizer, prompts without the question), or "
-        "the task is solved or out of reach."
-    )
-    remedy = (
-        "print samples with --debug-rollout-print-every 1, and try `furlong reward test` with the same flags; check "
-        "the reward function, --label-key, the answer format and the prompts; for a task that is solved or out of "
-        "reach use harder or easier data"
-    )
+    source, test = "the reward function", ", and try `furlong reward test` with the same flags"
+    if not (scorer.custom_rm_path or scorer.rm_type) and facts.generating_flag:
+        source, test = facts.generating_flag, ""
+    cause = f"Candidates: {source} gives the same reward to any answer"
+    remedy = f"print samples with --debug-rollout-print-every 1{test}; check {source}"
+    if reward == 0:
+        cause += (
+            f", it does not find the labels{named} or they are those of other rows, the responses are no answers "
+            "(damaged weights, another tokenizer, a chat format that the model does not know, prompts without the "
+            "question), or the task is out of reach"
+        )
+        remedy += f", the labels{named}, the answer format and the prompts; use easier data if they are right"
+    elif reward == 1:
+        cause += ", or the task is solved"
+        remedy += "; use harder data if it is solved"
+    cause += "."
     if in_groups and not is_known and now.row.get("rollout/same_response_frac", 0.0) >= SAME_RESPONSES:
         cause = "All samples of a prompt have the same response."
         own = f"pass `sampling_params` on in {facts.generating_flag}; " if facts.generating_flag else ""
         remedy = f"{own}raise --rollout-temperature"
     elif in_groups and not is_known:  # the verifier does distinguish right and wrong answers
-        cause = "Responses differ, but the prompts are too easy or too hard, or the reward does not tell them apart."
-        remedy = "raise --n-samples-per-prompt, or use prompts that are sometimes answered right"
+        cause = (
+            "Responses to a prompt differ, their rewards do not. Candidates: a reward that depends on the prompt only "
+            "(a cache, a value for the whole group), or prompts that are answered always or never."
+        )
+        remedy = (
+            "compare the samples of a prompt in `furlong view`; correct the reward, or raise --n-samples-per-prompt "
+            "and use prompts that are sometimes answered right"
+        )
+        if filter_path := facts.config.rollout.dynamic_sampling_filter_path:
+            cause += f" Or --dynamic-sampling-filter-path {filter_path} keeps just such prompts."
+            remedy = f"check what {filter_path} keeps; {remedy}"
     elif known := " and ".join(now.reported(*EXPLAINING)):
         cause, remedy = f"A likely reason is what {known} reported before.", f"fix that first (see {known} above)"
-    elif reward == 0 and any(row.get("rollout/reward_range", 0.0) > 0 for row in now.history):  # it was not always so
+    elif is_known and facts.config.rollout.rollout_temperature > HOT:
+        cause = (
+            f"At --rollout-temperature {facts.config.rollout.rollout_temperature:g} tokens are nearly random. {cause}"
+        )
+        remedy = f"use a --rollout-temperature of about 1; {remedy}"
+    elif reward == 0 and max(before, default=0.0) >= COLLAPSE_OF:  # it was not always so
         cause, remedy = _broken(facts.config)
         cause += f" Or answers are rarely right: hard prompts, or labels of other rows{named}."
         remedy = f"print samples with --debug-rollout-print-every 1, and check their labels; {remedy}"
     return now.alert(
         "REW02",
-        f"{pattern} for {rows} steps in a row, so there is no learning signal",
+        f"{pattern} for {rows} steps in a row, so there is no learning signal{example}",
         cause=cause,
         remedy=remedy,
         evidence={"raw_reward": reward, "steps": rows, "label_key": label_key},
@@ -285,9 +348,9 @@ def failed_rewards(now: StepContext) -> Alert | None:
         "reward",
         "reward calls gave no reward",
         "those samples are left out, not counted as 0",
-        "The function or its server raised or did not answer in time.",
-        "fix it; `furlong reward test` with the same flags scores rows of the data",
-        "raise --reward-timeout or --num-reward-workers, or make the function faster",
+        "",
+        "fix what the reasons name; `furlong reward test` with the same flags scores rows of the data",
+        "correct what does not return; if it is only slow, raise --reward-timeout or --num-reward-workers",
     )
 
 
@@ -437,7 +500,7 @@ def without_effect(now: StepContext) -> Alert | None:
             cause = f"{functions} returns a constant, zeros or tensors without gradient."
             remedy = f"correct what {functions} returns"
     if optim.lr == 0:
-        cause, remedy = "--lr is 0.", "set --lr"
+        cause, remedy = "--lr is 0.", "set --lr, on the command line or in the file that sets it (config.json shows it)"
     elif now.row.get("train/lr-pg_0") == 0:
         cause = "The schedule's learning rate is 0."
         remedy = "check --lr-warmup-iters, --lr-decay-iters and --min-lr"
@@ -506,6 +569,29 @@ def hacked_rewards(now: StepContext) -> Alert | None:
     return None
 
 
+def falling_evaluation(now: StepContext) -> Alert | None:
+    """REW05: the mean reward rises and the score of an evaluation set falls."""
+    rewards = now.recent("rollout/raw_reward", HISTORY)
+    if len(rewards) < 2 * COLLAPSE_ROWS:
+        return None
+    before, last = statistics.fmean(rewards[:COLLAPSE_ROWS]), statistics.fmean(rewards[-COLLAPSE_ROWS:])
+    for key in [key for key in now.row if SCORE.fullmatch(key)]:
+        scores = now.recent(key, HISTORY)
+        if last > before and len(scores) > 2 and scores[0] >= COLLAPSE_OF and max(scores[-2:]) <= FELL * scores[0]:
+            name = key.removeprefix("eval/")
+            return now.alert(
+                "REW05",
+                f"evaluation {name} fell from {scores[0]:.3g} to {scores[-1]:.3g}, while the mean reward rose from "
+                f"{before:.3g} to {last:.3g}",
+                cause="Training rewards something else than the evaluation. Candidates: a reward of the wrong sign, a "
+                "reward that the policy has learned to exploit, or an evaluation of another task or with other limits.",
+                remedy=f"compare samples of high reward with those of {name} in `furlong view`",
+                evidence={"set": name, "scores": scores, "reward_before": before, "reward": last},
+                kind=name,
+            )
+    return None
+
+
 def data_wait(now: StepContext) -> Alert | None:
     """DATA03: the share of steps spent reading prompts."""
     data_s, step_s = now.recent("perf/data_time", DATA_ROWS), now.recent("perf/step_time", DATA_ROWS)
@@ -563,10 +649,16 @@ def full_context(now: StepContext) -> Alert | None:
     turns = now.row.get("multi_turn/multi_turn_metric/round_number_mean")
     length = now.facts.config.rollout.rollout_max_context_len
     context = f"the context of {length} tokens" if length else "the model's context"
+    cause = remedy = None
+    if now.facts.config.session.environment and now.row.get("rollout/truncated_ratio", 0.0) >= 1:
+        cause = "No episode ends by itself: `step` does not set `done`, or the policy does not get there."
+        remedy = "return Step(done=True) when an episode is over, or set --max-turns"
     after = f", after {turns:.1f} turns on average" if turns is not None else ""
     return now.alert(
         "TOOL02",
         f"{share:.0%} of the samples end because {context} is full{after}",
+        cause=cause,
+        remedy=remedy,
         evidence={"share": share, "context": length, "turns": turns},
         level=share,
     )
@@ -579,11 +671,13 @@ MONITORS = (  # those that may explain others first
     StepMonitor("TOOL02", full_context, again=2),
     StepMonitor("TOOL02", episode_limits),
     StepMonitor("STOP02", truncation),
+    StepMonitor("STOP02", truncated_evaluation),
     StepMonitor("REW02", rewards_without_spread, again=4),
     StepMonitor("NUM06", without_effect),
     StepMonitor("SLOW01", slow_generation, again=2),
     StepMonitor("REW04", reward_wait, again=1.5),
     StepMonitor("REW05", hacked_rewards, again=4),
+    StepMonitor("REW05", falling_evaluation),
     StepMonitor("HOOK02", blocking, again=1.5),
     StepMonitor("DATA03", data_wait, again=2),
     StepMonitor("ASYNC01", staleness, again=2),

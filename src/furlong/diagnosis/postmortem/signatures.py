@@ -206,7 +206,7 @@ MEMORY = (
 # ---- other causes
 
 FREE_PORT = (
-    "end the process that listens there, or use another port; fewer engines per machine (a larger "
+    "end the process that listens there, or use another port; with engine servers, fewer of them per machine (a larger "
     "--rollout-num-gpus-per-engine) need fewer ports"
 )
 CHECK_MODEL = "download or convert the model again; `furlong check DIR` names what is damaged or missing"

@@ -83,7 +83,8 @@ def _no_checkpoint(
         if folder.name in [each.name for each in find_complete_folders(folder.parent)]:
             finding = f"{flag} {folder} is a single checkpoint, not the folder of all checkpoints"
             remedy = f"use {flag} {folder.parent} {step_flag} {step_from_folder(folder)}"
-        yield diagnosis("CKPT01", finding, remedy=remedy, evidence=evidence)
+        cause = "" if steps else None  # a checkpoint is there, and the finding says what is wrong with it
+        yield diagnosis("CKPT01", finding, cause=cause, remedy=remedy, evidence=evidence)
         return
     if found is not None and step is None and (why := recovery(folder)) is not None:
         yield diagnosis(

@@ -284,7 +284,15 @@ def ray_cluster(context: PreflightContext) -> Iterator[Diagnosis]:
     try:
         socket.create_connection((host, int(port)), RAY_CONNECT_S).close()
     except (OSError, OverflowError) as error:
-        yield diagnosis("GPU05", f"--ray-address {address}: cannot connect ({error})", evidence={"address": address})
+        name, cause, remedy = "--ray-address", None, None
+        if "RAY_ADDRESS" in context.sources.get("ray_address", ""):
+            name = "RAY_ADDRESS of the environment"
+            cause = "Nothing listens there: Ray is not running at that address, or a setting of an earlier job is left."
+            remedy = "`unset RAY_ADDRESS` for a cluster of this run on this machine, or `ray start` on that one"
+        yield diagnosis(
+            "GPU05", f"{name} {address}: cannot connect ({error})", cause=cause, remedy=remedy,
+            evidence={"address": address},
+        )  # fmt: skip
 
 
 def engine_servers(context: PreflightContext) -> Iterator[Diagnosis]:
