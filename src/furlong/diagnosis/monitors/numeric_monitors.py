@@ -6,6 +6,8 @@ import math
 import statistics
 
 from furlong.catalogue import Severity
+from furlong.config.sections import AlgoFlags
+from furlong.core.algorithms import ALGORITHMS
 from furlong.diagnosis.monitors.monitor import Alert, Row, StepContext, StepMonitor
 
 GAP = "train/train_rollout_logprob_abs_diff"
@@ -275,6 +277,12 @@ def gradient(now: StepContext) -> Alert | None:
     return _gradient_alert(now, "train/grad_norm", norm, excess, severity="info" if is_single else None)
 
 
+def _divides_rewards(algo: AlgoFlags) -> bool:
+    row = ALGORITHMS.get(algo.advantage_estimator)  # None for one that this process does not know
+    is_in_groups = row is None or row.baseline != "none"
+    return algo.normalize_advantages or (algo.rewards_normalization and algo.grpo_std_normalization and is_in_groups)
+
+
 def _gradient_alert(now: StepContext, name: str, value: float, excess: str, severity: Severity | None = None) -> Alert:
     algo, reward_range = now.facts.config.algo, now.row.get("rollout/reward_range", 0.0)
     cause = "Candidates: samples or a chat template that do not fit the model, or steps that are too large."
@@ -288,9 +296,10 @@ def _gradient_alert(now: StepContext, name: str, value: float, excess: str, seve
         cause, remedy = f"--kl-loss-coef {algo.kl_loss_coef:g} outweighs the reward.", "use 0.001 to 0.1"
     elif algo.loss_type == "custom_loss":
         cause, remedy = "Candidates: the scale of --custom-loss-function-path, or samples.", "check that function"
-    elif reward_range > LARGE_REWARDS and not (algo.rewards_normalization and algo.grpo_std_normalization):
+    elif reward_range > LARGE_REWARDS and not _divides_rewards(algo):
         cause = f"Rewards range over {reward_range:.3g} and are not divided by their standard deviation."
-        remedy = "scale rewards to about 0 to 1, or remove --disable-grpo-std-normalization; check --label-key"
+        remedy = "scale rewards to about 0 to 1"
+        remedy += "" if algo.grpo_std_normalization else ", or remove --disable-grpo-std-normalization"
     return now.alert(
         "NUM03",
         f"{name} is {value:.4g}, {excess}",

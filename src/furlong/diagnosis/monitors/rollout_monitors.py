@@ -18,6 +18,7 @@ from furlong.errors import ConfigError
 from furlong.tools.template_test import describe_ends
 
 TRUNCATED, TRUNCATED_SAMPLES = 0.9, 32  # share of the first samples; tight limits of healthy recipes truncate 0.3-0.7
+WARM = 0.5  # a temperature at which responses differ, unless the policy is certain
 HOT = 1.5  # a temperature at which few tokens are those that the model would choose
 EARNS_MORE, EARNS_AS_MUCH = 1.5, 0.75  # times the reward before: longer responses pay, or cost nothing
 END, CUT_OFF = "-truncated_ratio", 0.5  # of evaluation sets: the metric, and the share that says that a limit is wrong
@@ -285,7 +286,7 @@ def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
         if is_known
     )
     label_key, scorer = facts.config.data.label_key, facts.config.reward
-    named = f" (--label-key {label_key})" if label_key else ""
+    named = f" (--label-key {label_key})" if label_key else " (--label-key is not set)"
     source, test = "the reward function", ", and try `furlong reward test` with the same flags"
     if not (scorer.custom_rm_path or scorer.rm_type) and facts.generating_flag:
         source, test = facts.generating_flag, ""
@@ -306,6 +307,15 @@ def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
         cause = "All samples of a prompt have the same response."
         own = f"pass `sampling_params` on in {facts.generating_flag}; " if facts.generating_flag else ""
         remedy = f"{own}raise --rollout-temperature"
+        if facts.config.rollout.rollout_temperature >= WARM:
+            source = facts.config.data.data_source_path
+            cause += " Candidates: a policy that is certain of its answers" + ", one seed for all of them" * bool(
+                source
+            )
+            seed = f"leave Sample.seed of --data-source-path {source} unset, or give each sample another; " * bool(
+                source
+            )
+            remedy = f"{own}{seed}for a certain policy use harder data, an earlier checkpoint or a lower --lr"
     elif in_groups and not is_known:  # the verifier does distinguish right and wrong answers
         cause = (
             "Responses to a prompt differ, their rewards do not. Candidates: a reward that depends on the prompt only "
