@@ -71,7 +71,7 @@ ALLOWED |= {
 BUDGET = {
     "algo": 1395,
     "catalogue": 1242,
-    "chat": 1365,
+    "chat": 1390,
     "cluster": 1530,
     "commands": 1880,
     "config": 6947,
@@ -89,7 +89,7 @@ BUDGET = {
     "quickstart": 350,
     "reproduce": 590,
     "rewards": 1752,
-    "rollout": 4640,
+    "rollout": 4650,
     "run": 1474,
     "sandboxes": 1460,
     "sessions": 3330,

@@ -27,6 +27,22 @@ _END_OF_THOUGHT = "</think>"
 LEAST_LONGEST = 16  # characters of the longest token
 
 
+class TextParts(str):
+    """The texts of several parts, joined by blanks as SGLang does; templates that loop over parts get `texts`."""
+
+    __slots__ = ("texts",)
+    texts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> str:
+        """Return the text of parts; that of a single part is plain text."""
+        if len(texts) < 2:
+            return "".join(texts)
+        joined = cls(" ".join(texts))
+        joined.texts = tuple(texts)
+        return joined
+
+
 class MessageError(RolloutError):
     """A message of a request is invalid. `status` is that of an HTTP reply."""
 
@@ -57,7 +73,7 @@ def _checked(value: Any, name: str) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise MessageError(f"{name}.role is {_shown(role)}, must be one of {', '.join(ROLES)}")
-    message["content"] = text_of(message.get("content"), f"{name}.content")
+    message["content"] = text_of(message.get("content"), f"{name}.content", is_answer=role == "assistant")
     check_extras(message, name)
     for field in REASONING_FIELDS:
         if (thought := message.pop(field, None)) is not None:
@@ -100,8 +116,11 @@ def _check_calls(value: Any, name: str) -> None:
             )
 
 
-def text_of(content: Any, name: str = "content") -> str:
-    """Return the text of a message's content: joined parts, "" for null. Raises MessageError for images and audio."""
+def text_of(content: Any, name: str = "content", *, is_answer: bool = False) -> str:
+    """Return the text of a message's content: joined parts, "" for null. Raises MessageError for images and audio.
+
+    is_answer: parts are pieces of a text that the policy sampled, and have nothing between them.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -113,7 +132,7 @@ def text_of(content: Any, name: str = "content") -> str:
             kind = fields.get("type", part)
             raise MessageError(f"{name}[{i}] has type {_shown(kind)}; only parts of type text are supported")
         texts.append(fields["text"])
-    return "".join(texts)
+    return "".join(texts) if is_answer else TextParts.of(texts)
 
 
 def key_of(message: Message, match: Match = "echo") -> str:

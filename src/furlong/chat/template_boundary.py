@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from furlong.chat.messages import Message, MessageError, longest_token
+from furlong.chat.messages import Message, MessageError, TextParts, longest_token
 from furlong.core.chat_template import TEMPLATE_ERRORS, apply_template
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,10 @@ MAX_CLOSINGS = 256  # texts that are kept
 # Reasoning that templates drop from earlier answers; stored ids keep it (`--session-history keep`).
 _REASONING = re.compile(
     r"<think>.*?</think>\s*|<\|channel\|>analysis<\|message\|>.*?<\|end\|><\|start\|>assistant", re.DOTALL
+)
+# Templates that loop over the parts of a message, by SGLang's rule (sglang/srt/parser/jinja_template_utils.py).
+_LOOPS_OVER_PARTS = re.compile(
+    r"image|audio|video|vision|\bfor\s+\w+\s+in\s+(?:message|msg|m)(?:\.content|\[\s*['\"]content['\"]\s*\])(?!\s*[.(])"
 )
 _QUESTION: list[Message] = [{"role": "user", "content": "x"}]
 _CALLING: Message = {
@@ -90,6 +94,10 @@ class ChatFormat:
         """Characters of the tokenizer's longest token."""
         return longest_token(self.tokenizer)
 
+    @functools.cached_property
+    def _loops_over_parts(self) -> bool:
+        return _LOOPS_OVER_PARTS.search(self.source) is not None
+
     def render(
         self,
         messages: Sequence[Message],
@@ -117,6 +125,8 @@ class ChatFormat:
                 "/inference/v1/generate"
             )
         options = {**self._kwargs, **(kwargs or {})}
+        if self._loops_over_parts:
+            messages = [_with_parts(message) for message in messages]
         try:
             return str(
                 apply_template(
@@ -341,6 +351,13 @@ class ChatFormat:
             at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
             return f"new messages change earlier text from {texts[0][at : at + 40]!r} to {texts[1][at : at + 40]!r}"
         return None
+
+
+def _with_parts(message: Message) -> Message:
+    content = message["content"]
+    if not isinstance(content, TextParts):
+        return message
+    return {**message, "content": [{"type": "text", "text": text} for text in content.texts]}
 
 
 def _marked(answer: Message) -> Message:

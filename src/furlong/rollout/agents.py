@@ -46,10 +46,11 @@ if TYPE_CHECKING:  # imports a web server, which most runs do not need
 
 SHOWN_TEXT = 80  # characters of a result in a message
 SHOWN_ERRORS = 2000  # characters of stderr in a message
+MAX_NESTING = 100  # of what a command prints
 MODEL = "default"
-RECORDED = {  # keys of metadata that furlong writes
+RECORDED = {  # keys of metadata that furlong writes, or reads for metrics
     *(MESSAGES, TURNS, EPISODE, LEAF, ROLE, ROLES, ROLE_GROUP, LIMIT, SILENT, REISSUED, UNSAMPLED, OTHER_CONTEXT),
-    *(AGENT_ERROR, ENVIRONMENT, INFO, PARTS, FAILED_PARTS, STEP_REWARDS, TURN_ENDS),
+    *(AGENT_ERROR, ENVIRONMENT, INFO, PARTS, FAILED_PARTS, STEP_REWARDS, TURN_ENDS, "raw_reward", "round_number"),
 }
 REMIND_S = 60.0  # without an application, after which the log says how to open a session
 
@@ -224,9 +225,14 @@ async def run_command(command: str, task: str, variables: Mapping[str, str], lim
     if not lines:
         return None
     try:
-        return json.loads(lines[-1])
-    except ValueError:
+        value = json.loads(lines[-1])
+    except (ValueError, RecursionError):
         return lines[-1]
+    level = [value]
+    for _ in range(MAX_NESTING):  # sample files do not store more
+        lists = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [each for values in lists for each in values]
+    return lines[-1] if level else value
 
 
 async def generate_online(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chat_zoo import TEMPLATES, TOOLS, bpe_tokenizer
-from furlong.chat.messages import MessageError
+from furlong.chat.messages import MessageError, checked_messages
 from furlong.chat.template_boundary import ChatFormat
 from furlong.models.tokenizer import SHIPPED, build_tokenizer, read_template
 
@@ -92,3 +92,13 @@ def test_a_message_that_would_not_be_in_the_prompt_is_an_error():
     chat.check_written(chat.render(messages[:1]), messages[:1], messages[:1])
     other = ChatFormat(bpe_tokenizer(), chat_template=trimmed.replace("upper", "replace('result', 'end')"))
     other.check_written(other.render(messages), messages, messages)
+
+
+def test_text_parts_reach_templates_as_sglang_sends_them():
+    loop = "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m['content'] %}<{{ part.text }}>"
+    loop += "{% endfor %}{% endif %}"
+    parts = [{"type": "text", "text": text} for text in ("a", "b")]
+    messages = checked_messages([{"role": role, "content": parts} for role in ("user", "assistant")])
+    for source, text in (("{{ m.content }}", "[a b][ab]"), (loop, "[<a><b>][ab]")):
+        template = "{% for m in messages %}[" + source + "]{% endfor %}"
+        assert ChatFormat(bpe_tokenizer("plain"), chat_template=template).render(messages) == text

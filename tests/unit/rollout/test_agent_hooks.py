@@ -16,7 +16,7 @@ from furlong.core.supervised_process import ProcessLimits
 from furlong.errors import HookError, InfraError, RolloutError
 from furlong.interfaces import SamplingParams
 from furlong.rollout import agents
-from furlong.rollout.agents import AgentHooks, hook_beside, run_command
+from furlong.rollout.agents import AgentHooks, hook_beside, record_command_result, run_command
 from furlong.rollout.metrics import rollout_metrics
 from furlong.rollout.user_samples import complete_request
 from furlong.sessions.session_server import SessionServer
@@ -192,3 +192,13 @@ def test_an_agent_that_a_signal_from_outside_ends_is_infrastructure():
     for command in ("exit 3", "kill -SEGV $$"):
         with pytest.raises(RolloutError, match="--agent-command ended"):
             asyncio.run(run_command(command, "{}", {}, ProcessLimits()))
+
+
+def test_nothing_that_a_command_prints_ends_the_run_or_changes_what_is_reported():
+    args, deep = SimpleNamespace(**agent_args(custom_rm_path="reward.py:fn")), "[" * 900 + "]" * 900
+    for line in ("[" * 5000, deep, f'{{"reward": 1, "n": {deep}}}'):
+        assert asyncio.run(run_command(f"echo '{line}'", "{}", {}, ProcessLimits())) == line
+    assert asyncio.run(run_command("echo '{\"n\": [[1]]}'", "{}", {}, ProcessLimits())) == {"n": [[1]]}
+    sample = Sample(index=0, reward=0.5, metadata={"cases": 1})
+    record_command_result(args, sample, {"raw_reward": "x", "round_number": 10**400, "cases": 2, "reward": 1, "n": 3})
+    assert (sample.reward, sample.metadata) == (0.5, {"cases": 1, "n": 3})

@@ -258,7 +258,7 @@ def test_unknown_fields_are_counted_by_protocols_of_messages_and_refused_by_othe
 def test_fields_and_tools_of_coding_agents_are_accepted():
     claude_code = {
         **{key: ANTHROPIC[key] for key in ("model", "messages", "max_tokens", "stream", "metadata")},
-        "system": [{"type": "text", "text": "be", "cache_control": {"type": "ephemeral"}}],
+        "system": [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in ("be", "brief")],
         "tools": [
             {"name": "Bash", "description": "d", "input_schema": SCHEMA, "eager_input_streaming": True},
             {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
@@ -268,6 +268,7 @@ def test_fields_and_tools_of_coding_agents_are_accepted():
         "output_config": {"effort": "high", "task_budget": {"type": "tokens", "total": 20000}},
     }
     call = messages.read(claude_code)
+    assert call.messages[0]["content"] == "be\nbrief"  # as SGLang joins them
     assert call.overridden == ["effort"]
     assert call.ignored == [
         *("thinking.display", "context_management", "output_config.task_budget"),

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from furlong.chat.messages import Message, MessageError, checked_messages, text_of
+from furlong.chat.messages import Message, MessageError, TextParts, checked_messages, text_of
 from furlong.inference.request_error import RequestError
 from furlong.inference.server.schemas import (
     FilledText,
@@ -178,6 +178,8 @@ def _messages(fields: MessagesFields) -> list[Message]:
             "began; end with a user's message"
         )
     system = text_of(fields.system, "system")
+    if isinstance(system, TextParts):
+        system = "\n".join(system.texts)  # as SGLang's
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for i, message in enumerate(given):
         name = f"messages[{i}].content"
@@ -228,7 +230,7 @@ def _user(blocks: Sequence[Any], name: str, role: str) -> list[Message]:
             case _:
                 raise MessageError(f"{name}[{j}].type is not supported here; only text and tool_result are")
     if texts or not results:
-        results.append({"role": role, "content": "".join(texts)})
+        results.append({"role": role, "content": TextParts.of(texts)})
     return results
 
 

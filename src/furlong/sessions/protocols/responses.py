@@ -247,7 +247,7 @@ def _add_item(messages: list[Message], item: Mapping[str, Any], name: str) -> No
     answer = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     match convert(item, _ITEMS[kind], f"{name}."):
         case _MessageItem(role="assistant", content=content):
-            text = text_of(content, f"{name}.content")
+            text = text_of(content, f"{name}.content", is_answer=True)
             if answer is None or answer["content"] or answer.get("tool_calls"):
                 messages.append({"role": "assistant", "content": text})
             else:
