@@ -41,7 +41,6 @@ ON_PURPOSE = {
     "training in FP8": ("training in FP8",),
     "quantized rollouts": ("are quantized", "quantized weights", "quantization_config"),
     "on-policy distillation": ("on-policy distillation", "on_policy_distillation"),
-    "critic": ("there is no critic",),
     "multimodal": ("models are text-only",),
     "LoRA": ("adapters (LoRA)",),
     "sizes that Megatron refuses too": ("training processes of a pipeline stage", "layers; use a divisor"),

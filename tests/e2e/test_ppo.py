@@ -16,7 +16,7 @@ from furlong.files.batch_file import load_batch
 from furlong.files.sample_file import load_samples
 from furlong.models.value_head import load_value_model
 from models_zoo import random_batch
-from runs import flags, rows, train
+from runs import flags, rows, train, write_model
 
 PPO = {"advantage_estimator": "ppo", "critic_lr": 1e-2, "normalize_advantages": True, "global_batch_size": 8}
 CRITIC = {f"train/critic-{name}" for name in ("value_loss", "value_clipfrac", "explained_variance", "grad_norm")}
@@ -119,6 +119,15 @@ def test_a_run_without_a_critic_continues_from_the_policy_and_one_with_it_needs_
     assert train(flags(model, data, tmp_path / "d", "--finetune", num_rollout=1, load=plain, **PPO)) == 1
 
 
+def test_the_learning_rate_of_a_critic_that_trains_twice_decays_over_the_whole_run(model, data, tmp_path):
+    more = {"lr_decay_style": "linear", "num_rollout": 4, "critic_steps_per_rollout": 2}
+    assert train(flags(model, data, tmp_path / "run", **PPO, **more)) == 4
+    steps = [row for row in rows(tmp_path / "run") if row["step"]]
+    for prefix, num_steps in (("train/", 2), ("train/critic-", 4)):  # of a rollout, whose last one is recorded
+        rates = [1e-2 * (1 - (num_steps * (n + 1) - 1) / (4 * num_steps)) for n in range(4)]
+        assert [row[f"{prefix}lr-pg_0"] for row in steps] == pytest.approx(rates)
+
+
 def test_policy_and_critic_that_share_the_device_train_as_when_both_stay(trained, model, data, tmp_path, monkeypatch):
     monkeypatch.setattr("furlong.wiring.training.shares_device", lambda context: True)
     save = tmp_path / "save"
@@ -205,13 +214,19 @@ def test_role_settings_of_slimes_file_override_those_of_the_command_line(tmp_pat
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a: [", "cannot read"),
+        ("a: [", "is not YAML"),
+        ("megatron: [{role: critic, overrides: [lr]}]", r"overrides of the critic are \['lr'\], expected a mapping"),
+        (
+            "megatron: [{role: critic, overrides: {optimizer: rmsprop}}]",
+            "optimizer of the critic: got 'rmsprop', expected one",
+        ),
+        ("megatron: [{role: critic, overrides: {clip_grad: yes}}]", "clip_grad of the critic: got True"),
         ("critic: {lr: 1}", "has no list 'megatron'"),
         ("megatron: [{role: judge}]", "role 'judge' is unknown"),
         ("megatron: [{role: critic}, {role: critic}]", "2 entries with role critic"),
         ("megatron: [{role: critic, overrides: {pipeline_model_parallel_size: 2}}]", "differs from the run's 1"),
         ("megatron: [{role: critic, overrides: {num_layers: 2}}]", "num_layers of the critic cannot be overridden"),
-        ("megatron: [{role: critic, overrides: {lr: fast}}]", "lr of the critic is 'fast', expected float"),
+        ("megatron: [{role: critic, overrides: {lr: fast}}]", "lr of the critic: got 'fast'.*expected a number"),
         ("megatron: [{role: critic, overrides: {lr: -1}}]", r"outside of \[0, inf\)"),
     ],
 )
@@ -224,7 +239,16 @@ def test_an_unusable_file_of_role_settings_is_one_problem(text, problem, tmp_pat
 
 def test_flags_that_contradict_a_critic_are_refused(model, data, tmp_path):
     (tmp_path / "roles.yaml").write_text("megatron: [{role: actor, overrides: {lr: 1e-3}}]")
+    write_model(tmp_path / "small", vocab_size=40)
+    (tmp_path / "saved.yaml").write_text(f"megatron: [{{role: critic, overrides: {{save: {tmp_path}/c}}}}]")
+    ppo = ("--advantage-estimator", "ppo")
     cases = {
+        (*ppo, "--critic-load", data): "is not a folder; give a Hugging Face model or a folder of checkpoints",
+        (*ppo, "--critic-load", tmp_path / "small"): "vocabulary of 40, the policy 56; .* same tokenizer",
+        (*ppo, "--save", tmp_path, "--critic-save", tmp_path): "one would overwrite the other; use another folder",
+        (*ppo, "--megatron-config-path", tmp_path / "saved.yaml"): "written with checkpoints only; add --save",
+        (*ppo, "--critic-lr-warmup-iters", 9, "--lr-decay-style", "linear"): "of a critic, --critic-lr-warmup-iters",
+        (*ppo, "--critic-freeze-params-name-list", "."): "or for a critic --critic-freeze-params-name-list",
         ("--value-clip", "0.5"): "--value-clip",
         ("--advantage-estimator", "vapo"): "lambda is 0 for responses of up to 20 tokens",
         ("--advantage-estimator", "ppo", "--disable-compute-advantages-and-returns"): "learns to predict the returns",

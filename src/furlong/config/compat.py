@@ -37,7 +37,7 @@ _NO_MEGATRON = "--train-backend megatron has no such setting"
 SLIME: tuple[Refusal, ...] = (
     *_rows(
         "not-yet",
-        ("--release-train --rollout-data-transport --use-distributed-post",
+        ("--release-train --use-distributed-post",
          "trainer processes live as long as the run, and batches are sent through Ray's object store", _OMIT),
         ("--fp16", "training in float16 needs loss scaling", "use --bf16 or --fp32"),
         ("--overlap-param-gather", "layers read weights without calling the modules that would wait for them",
@@ -84,7 +84,7 @@ SLIME: tuple[Refusal, ...] = (
         ("--memory-recorder", "memory is recorded by PyTorch",
          "use --record-memory-history; for host memory, run memray"),
         ("--memory-snapshot-dir", "snapshots are in profile/ of the run directory", "set it with --output-dir"),
-        ("--ci-test --ci-disable-kl-checker --ci-train-rollout-logprob-abs-diff-threshold",
+        ("--ci-disable-kl-checker --ci-train-rollout-logprob-abs-diff-threshold",
          "checks of the program are its tests, not flags of a run", "read metrics.jsonl of the run"),
         ("--ci-save-grad-norm --ci-load-grad-norm", "gradient norms are in metrics.jsonl",
          "compare `train/grad_norm` of two runs there")
@@ -144,7 +144,8 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
          "use a smaller --num-rollout, then a larger one with --load"),
         ("--dumper-*", "batches are dumped and tensors are hashed",
          "use --save-debug-train-data, --debug-determinism"),
-        ("--ci-*", "checks of the program are its tests, not flags of a run", "read metrics.jsonl of the run"),
+        ("--ci-check-* --ci-disable-* --ci-ft-* --ci-inject-* --ci-metric-* --ci-save-model-hash",
+         "checks of the program are its tests, not flags of a run", "read metrics.jsonl of the run"),
         ("--generate-max-turns --generate-tool-* --generate-execute-tool-function-path",
          "an agent has its own loop and tools", "write it for --agent-function-path"),
         ("--dashboard-* --prometheus-*",

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import yaml
-
+from furlong.config.config_file import read_yaml
 from furlong.config.flag_spec import flag_specs
+from furlong.config.flag_values import value_from_yaml
 from furlong.config.sections import Config, OptimFlags
 from furlong.errors import ConfigError
 
@@ -36,14 +36,28 @@ def critic_settings(config: Config) -> CriticSettings:
     algo = config.algo
     overrides = role_overrides(config, "critic")
     load, save = overrides.pop("load", algo.critic_load), overrides.pop("save", algo.critic_save)
-    values = {"lr": config.optim.lr if algo.critic_lr is None else algo.critic_lr}
+    values: dict[str, Any] = {"lr": config.optim.lr if algo.critic_lr is None else algo.critic_lr}
     values |= {"lr_warmup_iters": algo.critic_lr_warmup_iters}
+    if algo.critic_lr_warmup_iters:
+        values["lr_warmup_fraction"] = None
+    for name in ("lr_decay_iters", "lr_wsd_decay_iters"):  # of the command line: steps of the policy
+        if (steps := getattr(config.optim, name)) is not None:
+            values[name] = steps * algo.critic_steps_per_rollout
     optim = dataclasses.replace(config.optim, **(values | overrides))
     if optim.min_lr > optim.lr:
         raise ConfigError(
             f"the critic's learning rate {optim.lr:g} is below --min-lr {optim.min_lr:g}; raise --critic-lr, or give "
             f"the critic its own min_lr in {FLAG}"
         )
+    other = config.checkpoint
+    if save is not None and other.save is None:
+        raise ConfigError(f"{FLAG} gives the critic save {save}, which is written with checkpoints only; add --save")
+    for flag, path in (("--save", other.save), ("--save-hf", other.save_hf)):
+        if save is not None and path is not None and Path(save) == Path(path):
+            raise ConfigError(
+                f"the critic is saved to {save}, where {flag} writes the policy: one would overwrite the other; use "
+                f"another folder, such as --critic-save {save}_critic"
+            )
     return CriticSettings(load, save, optim)
 
 
@@ -57,10 +71,12 @@ def role_overrides(config: Config, role: Literal["actor", "critic"]) -> dict[str
     entries = [entry for entry in _entries(path) if entry["role"] == role]
     if len(entries) > 1:
         raise ConfigError(f"{FLAG} {path} has {len(entries)} entries with role {role}; give one")
-    given = dict(entries[0].get("overrides") or entries[0].get("args") or {}) if entries else dict[str, Any]()
+    given: Any = (entries[0].get("overrides") or entries[0].get("args") or {}) if entries else {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{FLAG} {path}: overrides of the {role} are {given!r}, expected a mapping, as in {EXAMPLE}")
     specs, allowed = flag_specs(Config), {field.name for field in dataclasses.fields(OptimFlags)}
     overrides: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in cast("dict[str, Any]", given).items():
         if name in IGNORED:
             continue
         if name in PARALLEL:
@@ -78,12 +94,10 @@ def role_overrides(config: Config, role: Literal["actor", "critic"]) -> dict[str
             )
         else:
             spec = specs[name]
-            try:  # YAML reads 1e-5 as text
-                overrides[name] = spec.type(value) if spec.type in (int, float) else value
-            except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{FLAG} {path}: {name} of the {role} is {value!r}, expected {spec.type_name}"
-                ) from error
+            try:
+                overrides[name] = value_from_yaml(spec, value)
+            except ValueError as error:
+                raise ConfigError(f"{FLAG} {path}: {name} of the {role}: {error}") from error
             if spec.within is not None and overrides[name] not in spec.within:
                 raise ConfigError(
                     f"{FLAG} {path}: {name} {value} of the {role} is outside of {spec.within.text}; {spec.within.fix}"
@@ -92,10 +106,7 @@ def role_overrides(config: Config, role: Literal["actor", "critic"]) -> dict[str
 
 
 def _entries(path: str) -> list[dict[str, Any]]:
-    try:
-        content: Any = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{FLAG}: cannot read {path}: {error}; a valid file is {EXAMPLE}") from error
+    content: Any = read_yaml(path, f"{FLAG} {path}", form=f"a file such as {EXAMPLE}")
     entries: Any = cast("dict[str, Any]", content).get("megatron") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in cast("list[Any]", entries)):
         raise ConfigError(f"{FLAG} {path} has no list 'megatron'; a valid file is {EXAMPLE}")

@@ -279,9 +279,9 @@ class TrainFlags(TypedDict, total=False):
     """Directory for the critic as a Hugging Face model (AutoModelForTokenClassification) at every checkpoint;
     `{rollout_id}` is replaced. Checkpoints of --save contain the critic in any case."""
     critic_num_nodes: int | None
-    """Accepted for Miles compatibility; no effect (the critic shares the policy's GPUs)."""
+    """Accepted for Miles compatibility; no effect: the critic shares the policy's GPUs."""
     critic_num_gpus_per_node: int | None
-    """Accepted for Miles compatibility; no effect (the critic shares the policy's GPUs)."""
+    """Accepted for Miles compatibility; no effect: the critic shares the policy's GPUs."""
     megatron_config_path: str | Path | None
     """YAML file with optimizer flags, `load` and `save` of the roles actor and critic, which override the command line,
     as in slime."""
@@ -945,6 +945,8 @@ class TrainFlags(TypedDict, total=False):
     samples are trained on."""
     update_weight_disk_dir: str | Path | None
     """Directory of the `disk` transport, under the same path on all servers. Default: weights/ in the run directory."""
+    rollout_data_transport: Literal["object-store", "nixl"]
+    """Accepted for slime compatibility; no effect: batches are sent through Ray's object store."""
     update_weight_local_checkpoint_dir: str | Path | None
     """Accepted for slime compatibility; no effect: engines load weight updates from --update-weight-disk-dir."""
     custom_update_weight_post_write_path: str | Callable[..., Any] | None
@@ -992,6 +994,8 @@ class TrainFlags(TypedDict, total=False):
     `strict` on a warning too."""
     strict_flags: bool
     """Refuse flags of slime that are otherwise accepted with a line that says what happens instead."""
+    ci_test: bool
+    """Accepted for slime compatibility; no effect: nothing is asserted during a run."""
     debug_rollout_only: bool
     """Only generate and score; the trainer is not created."""
     debug_train_only: bool

@@ -88,7 +88,8 @@ class Schedule:
         if has_end and self.warmup_steps >= self.decay_steps:
             raise ConfigError(
                 f"the learning rate warms up over {self.warmup_steps:g} steps and decays until step "
-                f"{self.decay_steps:g}; give a shorter --lr-warmup-iters or a longer --lr-decay-iters"
+                f"{self.decay_steps:g}; give a shorter --lr-warmup-iters (of a critic, --critic-lr-warmup-iters) or a "
+                "longer --lr-decay-iters"
             )
 
     def lr(self, step: int) -> float:

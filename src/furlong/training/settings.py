@@ -140,10 +140,10 @@ class BackendSettings:
 
 
 ONLY_TRAIN_FLAG, FREEZE_FLAG = "--only-train-params-name-list", "--freeze-params-name-list"
-NOTHING_TRAINED = f"no parameter is trained; check {ONLY_TRAIN_FLAG} and {FREEZE_FLAG}"
-
-
 CRITIC_FREEZE_FLAG = "--critic-freeze-params-name-list"
+NOTHING_TRAINED = (
+    f"no parameter is trained; check {ONLY_TRAIN_FLAG} and {FREEZE_FLAG}, or for a critic {CRITIC_FREEZE_FLAG}"
+)
 
 
 def matching_names(names: Sequence[str], patterns: Sequence[str], flag: str) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import random
@@ -133,10 +134,14 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
     if start is None and (not config.algo.uses_reference or is_quantized(context.model_dir)):
         start = _role_folders(checkpoint).get("ref")  # as in slime; a checkpoint of --load replaces these weights
     trained: dict[Role, RoleSettings] = {}
+    total_steps = num_rollout * (config.train.num_steps_per_rollout or 1) or None
     if config.algo.uses_critic:
         flags = critic_settings(config)
-        folder = _critic_folder(flags.load) if flags.load is not None else start or context.model_dir
-        trained["critic"] = RoleSettings(folder, flags.optim, config.algo.critic_freeze_params_name_list)
+        folder = _critic_folder(flags.load, context.model_dir) if flags.load is not None else start or context.model_dir
+        optim = flags.optim
+        if total_steps is not None and optim.lr_decay_iters is None:
+            optim = dataclasses.replace(optim, lr_decay_iters=total_steps * config.algo.critic_steps_per_rollout)
+        trained["critic"] = RoleSettings(folder, optim, config.algo.critic_freeze_params_name_list)
     _check_quantized(context)
     scheme = None
     if is_quantized(context.model_dir):
@@ -158,7 +163,7 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
         dtype=context.dtype,
         device=torch.device(context.device),
         temperature=config.rollout.rollout_temperature if config.algo.loss_type != "sft_loss" else 1.0,
-        total_steps=num_rollout * (config.train.num_steps_per_rollout or 1) or None,
+        total_steps=total_steps,
         check_finite=config.fault.check_for_nan_in_loss_and_grad,
         engine_quantization=None if scheme is None or scheme.is_fixed else scheme,
         int4_qat=source is not None,
@@ -221,10 +226,19 @@ def _role_folders(flags: CheckpointFlags) -> dict[Role, Path]:
     return {"ref": checkpoint / "trainer"}
 
 
-def _critic_folder(load: str) -> Path:
-    """Return the Hugging Face folder or the checkpoint of --critic-load."""
+def _critic_folder(load: str, policy: Path) -> Path:
+    """Return the Hugging Face folder or the checkpoint of --critic-load, for the tokens of the model `policy`."""
+    if not Path(load).is_dir():
+        raise ConfigError(f"--critic-load {load} is not a folder; give a Hugging Face model or a folder of checkpoints")
     foreign = find_foreign_weights(Path(load), step=None)
     if foreign is not None:
+        configs = [folder / "config.json" for folder in (foreign, policy)]
+        size, needed = (int(read_json(path).get("vocab_size") or 0) if path.is_file() else 0 for path in configs)
+        if 0 < size < needed:
+            raise ConfigError(
+                f"--critic-load {load} has a vocabulary of {size}, the policy {needed}; a critic reads the "
+                "policy's tokens: give a model with the same tokenizer"
+            )
         return foreign
     checkpoint = Checkpoints(load_dir=Path(load), flag="--critic-load").find()
     assert checkpoint is not None  # a missing one is an error

@@ -10,6 +10,7 @@ from furlong.core.algorithms import ALGORITHMS, find_algorithm
 
 _NOT_SFT = "loss_type!=sft_loss"
 _CRITIC = "advantage_estimator.has_critic"
+_SHARED = "the critic shares the policy's GPUs, as in slime and Miles"
 _CLIPS = f"{_NOT_SFT}; advantage_estimator.clips or loss_type=custom_loss"
 
 
@@ -106,15 +107,17 @@ class AlgoFlags:
     )
     critic_num_nodes: int | None = flag(
         None,
-        "Accepted for Miles compatibility; no effect (the critic shares the policy's GPUs).",
+        "Accepted for Miles compatibility; no effect: the critic shares the policy's GPUs.",
         within="[1, inf)",
         needs=_CRITIC,
+        instead=_SHARED,
     )
     critic_num_gpus_per_node: int | None = flag(
         None,
-        "Accepted for Miles compatibility; no effect (the critic shares the policy's GPUs).",
+        "Accepted for Miles compatibility; no effect: the critic shares the policy's GPUs.",
         within="[1, inf)",
         needs=_CRITIC,
+        instead=_SHARED,
     )
     megatron_config_path: str | None = flag(
         None,

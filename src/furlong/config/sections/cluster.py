@@ -218,6 +218,11 @@ class SyncFlags:
         "directory.",
         needs="update_weight_transport=disk",
     )
+    rollout_data_transport: Literal["object-store", "nixl"] = flag(
+        "object-store",
+        "Accepted for slime compatibility; no effect: batches are sent through Ray's object store.",
+        instead="batches are sent through Ray's object store",
+    )
     update_weight_local_checkpoint_dir: str | None = flag(
         None,
         "Accepted for slime compatibility; no effect: engines load weight updates from --update-weight-disk-dir.",

@@ -216,6 +216,11 @@ class DebugFlags:
     strict_flags: bool = flag(
         False, "Refuse flags of slime that are otherwise accepted with a line that says what happens instead."
     )
+    ci_test: bool = flag(
+        False,
+        "Accepted for slime compatibility; no effect: nothing is asserted during a run.",
+        instead="nothing is asserted during a run; read its metrics.jsonl",
+    )
     debug_rollout_only: bool = flag(
         False,
         "Only generate and score; the trainer is not created.",
