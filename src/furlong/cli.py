@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS.get(words[0])
     if command is None:
         _, hint = did_you_mean(words[0], COMMANDS)
-        print(f"furlong has no command {words[0]}; {hint or 'its commands are:'}\n\n{_usage()}", file=sys.stderr)
+        more = f"{hint} `furlong --help` lists all." if hint else f"its commands are:\n\n{_usage()}"
+        print(f"furlong has no command {words[0]}; {more}", file=sys.stderr)
         return 2
     module, _, function = command.target.partition(":")
     return _run(

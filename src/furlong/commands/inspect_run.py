@@ -138,6 +138,9 @@ def replay(words: list[str]) -> int:
     )
     parser.add_argument("--rtol", type=float, default=1e-3, help="relative tolerance (default: 0.001)")
     options, flags = parser.parse_known_args(words)
+    from furlong.config.hub import resolve_model
+
+    options.hf_checkpoint = Path(resolve_model("--hf-checkpoint", str(options.hf_checkpoint)))
     saved = read_bundle(options.bundle)
     if different := shape_differences(saved, options.hf_checkpoint):
         shown = "; ".join(f"{name} was {was}, is {now}" for name, (was, now) in list(different.items())[:5])

@@ -95,10 +95,12 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _prompts(options: argparse.Namespace) -> list[Any]:
+    from furlong.config.hub import resolve_data
     from furlong.data.dataset import open_prompts
     from furlong.data.prompt import PromptFormat
 
     prompt_format = PromptFormat(options.input_key, metadata_key=None, tool_key=None, keep_messages=True)
-    prompts = open_prompts(options.prompt_data, tokenizer=None, prompt_format=prompt_format, streaming=True)
+    path = resolve_data("--prompt-data", options.prompt_data)
+    prompts = open_prompts(path, tokenizer=None, prompt_format=prompt_format, streaming=True)
     prompts.begin(None)
     return [prompt.text for prompt in prompts.take(PROMPTS_READ)]

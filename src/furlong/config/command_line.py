@@ -17,7 +17,7 @@ from typing import Any, cast
 from furlong.catalogue import NO_EFFECT, Problem
 from furlong.config.checks.validate import validate
 from furlong.config.compat import FURLONG_NAMES, VERL_KEYS, find_refusal
-from furlong.config.config_file import FlagValues, is_engine_option, read_config_file, values_from_mapping
+from furlong.config.config_file import KEYWORDS, FlagValues, is_engine_option, read_config_file, values_from_mapping
 from furlong.config.flag_spec import FlagSpec, flag_specs
 from furlong.config.flag_values import looks_like_a_flag, many_from_equals, value_from_words, words_from_value
 from furlong.config.hub import LocalCopies, resolve_config
@@ -32,7 +32,6 @@ from furlong.errors import ConfigError
 CONFIG_FLAG = "--config"
 OVERRIDE_FLAG = "--custom-config-path"
 _ON, _OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-KEYWORDS = "keyword arguments"  # the origin that problems with them name
 
 
 @dataclass(frozen=True)

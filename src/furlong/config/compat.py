@@ -179,16 +179,22 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
     ),
 )  # fmt: skip
 
-OWN: tuple[Refusal, ...] = _rows(  # flags that furlong had
+OWN: tuple[Refusal, ...] = _rows(  # flags that furlong had, or is thought to have
     "refused",
     ("--hook-import-timeout", "modules of functions are imported in this process, not in a trial process first", _OMIT),
+    (
+        "--callbacks --callback",
+        "there are no callback classes",
+        "use a hook (docs/reference/hooks.md), or furlong.train(on_step=FUNCTION)",
+    ),
     ("--hook-memory-reserve", "the memory that functions take is not watched", "use the limits of the control group"),
 )
 
 # furlong's flag, and its names in other programs.
 _OTHER_NAMES = {
     "--hf-checkpoint": "--model --model-path --model-name-or-path --base-model --pretrain --pretrained-model",
-    "--prompt-data": "--dataset --data --data-path --dataset-name --train-file --train-data --train-files",
+    "--prompt-data": "--dataset --data --data-path --dataset-name --train-file --train-data --train-files "
+    "--train-dataset",
     "--lr": "--learning-rate",
     "--lr-warmup-iters": "--warmup-steps",
     "--lr-decay-style": "--lr-scheduler-type --lr-scheduler",
@@ -228,7 +234,7 @@ _OTHER_NAMES = {
     "--entropy-coef": "--entropy-coeff",
     "--bf16": "--dtype --torch-dtype --mixed-precision",
     "--engine": "--use-vllm",
-    "--train-backend": "--deepspeed --fsdp",
+    "--train-backend": "--trainer --deepspeed --fsdp",
     "--lora-rank": "--use-lora --use-peft --peft --peft-config --qlora --load-in-4bit --load-in-8bit",  # not supported
 }
 # verl's settings, as `key=value`, and the flags here.

@@ -11,15 +11,18 @@ from typing import Any
 import yaml
 
 from furlong.catalogue import NO_EFFECT, Problem
-from furlong.config.compat import FURLONG_NAMES, find_refusal
+from furlong.config.compat import FURLONG_NAMES, VERL_KEYS, find_refusal
 from furlong.config.flag_spec import FlagSpec
 from furlong.config.flag_values import value_from_yaml
 from furlong.config.miles_flags import MILES_FLAGS
 from furlong.config.passthrough import EngineOption, add_option, program_of, value_in_file
-from furlong.core.text import did_you_mean, shortened
+from furlong.core.text import did_you_mean, nearest_path, shortened
 from furlong.errors import ConfigError
 
 MOST_BYTES = 4 << 20
+KEYWORDS = "keyword arguments"  # the origin that problems with them name
+# arguments of furlong.train, by the flag that they set
+_ARGUMENTS = {"hf_checkpoint": "model", "custom_rm_path": "reward", "eval_prompt_data": "eval_data"}
 
 
 @dataclass
@@ -115,8 +118,9 @@ def _refuse_unknown(read: FlagValues, path: str, shown: str, flag: str, by_key: 
         read.problems.append(Problem(f"{path}: {refusal.message(shown)}", NO_EFFECT))
         return
     names, hint = did_you_mean(_canonical(flag), by_key)
-    if (known := FURLONG_NAMES.get(flag)) is not None:
-        names, hint = [_canonical(known)], f"use {known.removeprefix('--')}"
+    if (known := FURLONG_NAMES.get(flag) or VERL_KEYS.get(shown)) is not None:
+        name = _canonical(known)
+        names, hint = [name], f"use {_ARGUMENTS.get(name, name) if path == KEYWORDS else known.removeprefix('--')}"
     fix = hint or (
         "see `furlong train --help` for all flags; settings of your functions belong in a file that they read "
         "themselves"
@@ -163,7 +167,8 @@ def read_yaml(path: Path | str, where: str, *, form: str) -> Any:
         with Path(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)  # bounded, as the path may be a device
     except OSError as error:
-        raise ConfigError(f"{where} cannot be read: {error.strerror}; give an existing file") from error
+        fix = nearest_path(Path(path)) if isinstance(error, FileNotFoundError) else "give an existing file"
+        raise ConfigError(f"{where} cannot be read: {error.strerror}; {fix}") from error
     if len(content) > MOST_BYTES:
         raise ConfigError(f"{where} is larger than {MOST_BYTES >> 20} MiB; write {form}")
     try:

@@ -8,7 +8,7 @@ sglang:
       - {worker_type: prefill, num_gpus: 4, num_gpus_per_engine: 2}
       - {worker_type: decode, num_gpus: 8, num_gpus_per_engine: 4, overrides: {mem_fraction_static: 0.85}}
   - name: judge
-    model_path: /models/judge
+    model_path: /models/judge  # or a name on the Hub
     server_groups:
       - {worker_type: regular, num_gpus: 2}
 
@@ -25,6 +25,7 @@ from typing import Any, Literal, cast
 
 from furlong.config.checks.value_checks import model_problem
 from furlong.config.config_file import read_yaml
+from furlong.config.hub import cached_model, hub_name
 from furlong.config.passthrough import find, value_in_file
 from furlong.config.sections import Config
 from furlong.errors import ConfigError
@@ -161,7 +162,7 @@ def models_in_file(path: str, gpus_per_engine: int, hf_checkpoint: str | None) -
         what = where if len(rows) == 1 else f"{where}, model {name if 'name' in row else i}"
         problems += _model_problems(what, row, hf_checkpoint)
         groups = _groups(what, row, gpus_per_engine, problems)
-        model_path = None if _is_trained(row, hf_checkpoint) else str(row.get("model_path", ""))
+        model_path = None if _is_trained(row, hf_checkpoint) else cached_model(str(row.get("model_path", "")))
         models.append(ServedModel(name, tuple(groups), model_path))
     names = [model.name for model in models]
     for name in sorted({name for name in names if names.count(name) > 1}):
@@ -183,7 +184,12 @@ def models_in_file(path: str, gpus_per_engine: int, hf_checkpoint: str | None) -
 def _is_trained(row: Mapping[str, Any], hf_checkpoint: str | None) -> bool:
     """Return `update_weights`; by default, whether the model is --hf-checkpoint."""
     is_updated = row.get("update_weights")
-    return row.get("model_path") in (None, hf_checkpoint) if is_updated is None else bool(is_updated)
+    return _is_start(row.get("model_path"), hf_checkpoint) if is_updated is None else bool(is_updated)
+
+
+def _is_start(path: Any, hf_checkpoint: str | None) -> bool:
+    """Whether a `model_path` is that of --hf-checkpoint, which may be the local copy of its name on the Hub."""
+    return path in (None, hf_checkpoint) or (hf_checkpoint is not None and cached_model(str(path)) == hf_checkpoint)
 
 
 def _model_problems(where: str, row: Mapping[str, Any], hf_checkpoint: str | None) -> Iterator[str]:
@@ -193,13 +199,15 @@ def _model_problems(where: str, row: Mapping[str, Any], hf_checkpoint: str | Non
     if not isinstance(row.get("update_weights"), bool | None):
         yield f"{where}: update_weights {row['update_weights']!r}, expected true or false"
     path, is_trained = row.get("model_path"), _is_trained(row, hf_checkpoint)
-    if is_trained and path not in (None, hf_checkpoint):
+    if is_trained and not _is_start(path, hf_checkpoint):
         yield (
             f"{where}: `update_weights: true` with `model_path` {path}, but the trained model is "
             f"--hf-checkpoint {hf_checkpoint}; remove one of them"
         )
     elif not is_trained and path is None:
         yield f"{where}: `update_weights: false` without a `model_path`; add the directory of the model"
+    elif not is_trained and hub_name(str(path), "model"):
+        pass  # `resolve_config` reports why there is no copy
     elif not is_trained and (problem := model_problem(f"{where}: model_path", str(path))):
         yield problem
 

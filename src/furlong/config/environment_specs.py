@@ -170,6 +170,20 @@ def environment_problems(config: Config) -> Iterator[str]:
         )
 
 
+def _signature_problems(where: str, made: Any, methods: Sequence[str]) -> Iterator[str]:
+    for method in methods:
+        arguments = {"reset": ("task", "seed"), "step": ("message",)}[method]
+        own = (None,) if inspect.isfunction(inspect.getattr_static(made, method, None)) else ()  # self
+        signature = inspect.signature(getattr(made, method))
+        try:
+            signature.bind(*own, *arguments)
+        except TypeError as error:
+            yield (
+                f"{where}: {getattr(made, '__qualname__', made)}.{method}{signature} cannot be called with "
+                f"({', '.join(arguments)}): {error}; write def {method}(self, {', '.join(arguments)})"
+            )
+
+
 def class_problems(spec: EnvironmentSpec, made: Any) -> Iterator[str]:
     """Yield why a class cannot be the environment of `spec`."""
     where, name = f"--environment {spec.path}", getattr(made, "__qualname__", repr(made))
@@ -178,6 +192,8 @@ def class_problems(spec: EnvironmentSpec, made: Any) -> Iterator[str]:
     methods = [method for method in needed if not callable(getattr(made, method, None))]
     if methods and not callable(getattr(made, "run", None)):
         yield f"{where}: {name} has no {' and no '.join(methods)}; write a class with reset and step, or with run"
+    elif not methods:
+        yield from _signature_problems(where, made, needed)
     if together is not None and not isinstance(together, staticmethod | classmethod):
         yield (
             f"{where}: {name}.step_many belongs to one instance, but gets the (environment, message) of several; make "

@@ -11,7 +11,6 @@ downloaded, no pickle and no code.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -19,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from urllib.parse import quote_plus, unquote_plus
 
 from furlong.catalogue import Problem
 from furlong.config.checks.value_checks import DATA_FORMATS, split_slice
+from furlong.config.config_file import read_yaml
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.config.task_specs import is_task, query_values
@@ -134,36 +134,61 @@ def resolve_config(config: Config, *, weights: bool = True) -> LocalCopies:
     """Resolve all flags that are names on the Hub. A run that resumes uses the commits that its checkpoint records."""
     copies = LocalCopies()
     recorded: Commits | None = None
-    for flag, spec in flag_specs(Config).items():
+
+    def local_copy(key: str, flag: str, text: str, kind: str) -> str | None:
+        nonlocal recorded
+        try:
+            with _named(f"{flag} {text}"):
+                if (name := hub_name(text, kind)) is None:
+                    return None
+                recorded = recorded_commits(config) if recorded is None else recorded
+                revision = recorded.get(name.key, name.revision)
+                is_model = kind == "model"
+                folder = _model_folder(name, revision, weights) if is_model else _data_folder(name, revision)
+        except ConfigError as error:
+            copies.problems += [Problem(problem, _ROWS.get(key, "")) for problem in error.problems]
+            return None
+        commit = copies.commits[name.key] = folder.name if is_model else folder.parent.name
+        copies.names[str(folder)] = replace(name, revision=commit).text
+        return str(folder) + text.removeprefix(split_slice(text)[0])
+
+    for key, spec in flag_specs(Config).items():
         value = spec.value_in(config)
-        if not spec.hub or not value or (flag == "load" and value == config.checkpoint.save):
+        if not spec.hub or not value or (key == "load" and value == config.checkpoint.save):
             continue
         words = [str(word) for word in (value if isinstance(value, tuple) else (value,))]
         resolved = list(words)
         for place, word in enumerate(words):
             head, text, tail = "", word, ""
-            if flag == "environment":
+            if key == "environment":
                 if (part := _PROMPT_DATA.search(word)) is None:
                     continue
                 head, text, tail = word[: part.start(1)], unquote_plus(part[1]), word[part.end() :]
-            try:
-                with _named(f"{spec.flag} {text}"):
-                    if (name := hub_name(text, spec.hub)) is None:
-                        continue
-                    recorded = recorded_commits(config) if recorded is None else recorded
-                    revision = recorded.get(name.key, name.revision)
-                    is_model = spec.hub == "model"
-                    folder = _model_folder(name, revision, weights) if is_model else _data_folder(name, revision)
-            except ConfigError as error:
-                copies.problems += [Problem(problem, _ROWS.get(flag, "")) for problem in error.problems]
-                continue
-            commit = copies.commits[name.key] = folder.name if is_model else folder.parent.name
-            copies.names[str(folder)] = replace(name, revision=commit).text
-            path = str(folder) + text.removeprefix(split_slice(text)[0])
-            resolved[place] = head + (quote_plus(path, safe="/") if flag == "environment" else path) + tail
+            if (path := local_copy(key, spec.flag, text, spec.hub)) is not None:
+                resolved[place] = head + (quote_plus(path, safe="/") if key == "environment" else path) + tail
         if resolved != words:
-            copies.values[flag] = tuple(resolved) if isinstance(value, tuple) else resolved[0]
+            copies.values[key] = tuple(resolved) if isinstance(value, tuple) else resolved[0]
+    for path in _served_models(config.engines.sglang_config):
+        local_copy("sglang_config", "--sglang-config: model_path", path, "model")
     return copies
+
+
+def _served_models(path: str | None) -> list[str]:
+    """Return each `model_path` in the file of --sglang-config; none if the file is wrong, which `validate` reports."""
+    content: Any = None
+    if path is not None:
+        with contextlib.suppress(ConfigError):
+            content = read_yaml(path, "--sglang-config", form="")
+    rows: Any = content.get("sglang") if isinstance(content, dict) else None
+    models = [row.get("model_path") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return [model for model in models if isinstance(model, str)]
+
+
+def cached_model(text: str) -> str:
+    """Return the folder of a model on the Hub that is in the cache; any other text is returned unchanged."""
+    name = hub_name(text, "model")
+    folder = None if name is None else _cached_folder(name, name.revision, weights=False)
+    return text if folder is None else str(folder)
 
 
 _ROWS = {"hf_checkpoint": "CKPT07", "load": "CKPT01", "ref_load": "CKPT01"}  # of the diagnoses
@@ -242,21 +267,35 @@ def _is_unreachable(error: BaseException | None) -> bool:
     return False
 
 
-def _model_folder(name: HubName, revision: str, weights: bool) -> Path:
+def _snapshot(name: HubName, revision: str, *, weights: bool, local_files_only: bool = False) -> Path:
     from huggingface_hub import snapshot_download
+
+    options: dict[str, Any] = {
+        "revision": revision,
+        "allow_patterns": [*_FILES, *([_WEIGHTS] if weights else [])],
+        "ignore_patterns": [*_NEVER],
+        "local_files_only": local_files_only,
+    }
+    return Path(snapshot_download(name.id, **options))
+
+
+def _cached_folder(name: HubName, revision: str, *, weights: bool) -> Path | None:
+    """Return the folder of a model in the cache; None if it has no complete copy."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = [*_FILES, *([_WEIGHTS] if weights else [])]
-    download: Callable[..., str] = functools.partial(
-        snapshot_download, name.id, revision=revision, allow_patterns=patterns, ignore_patterns=list(_NEVER)
-    )
     with contextlib.suppress(LocalEntryNotFoundError):
-        folder = Path(download(local_files_only=True))
+        folder = _snapshot(name, revision, weights=weights, local_files_only=True)
         if _is_complete(folder, weights):
             return folder
+    return None
+
+
+def _model_folder(name: HubName, revision: str, weights: bool) -> Path:
+    if (cached := _cached_folder(name, revision, weights=weights)) is not None:
+        return cached
     try:
         with _reported(f"downloading {name.id} ({revision}) from the Hub"):
-            folder = Path(download())
+            folder = _snapshot(name, revision, weights=weights)
     except Exception as error:
         if _is_unreachable(error):
             raise _not_cached(name, error) from error

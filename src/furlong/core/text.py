@@ -101,7 +101,8 @@ def nearest_path(path: Path) -> str:
         names = os.listdir(path.parent)
     except OSError:
         return f"there is no folder {path.parent}; check the path"
-    return did_you_mean(str(path), [str(path.parent / name) for name in names])[1] or "check the path"
+    matches, _ = did_you_mean(path.name, names)
+    return f"did you mean {' or '.join(str(path.parent / name) for name in matches)}?" if matches else "check the path"
 
 
 def _similarity(left: str, right: str) -> float:

@@ -8,12 +8,13 @@ starts on this machine get it by cloudpickle, through their pipe: nothing is unp
 from __future__ import annotations
 
 import base64
+import io
 import pickle
 import re
 import sys
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from furlong.errors import ConfigError
@@ -89,13 +90,24 @@ def packed(name: str) -> str:
     """Return an object for a worker process, as text. Raises ConfigError if it cannot be sent."""
     import cloudpickle
 
+    known: Any = cloudpickle.Pickler.dispatch_table
+
+    def with_file(code: CodeType) -> tuple[Any, tuple[Any, ...]]:  # cloudpickle leaves out the file, which errors name
+        made, arguments = known[CodeType](code)
+        return made, tuple(code.co_filename if each == "<dynamic-code>" else each for each in arguments)
+
+    class Pickler(cloudpickle.Pickler):
+        dispatch_table = known.new_child({CodeType: with_file})
+
+    buffer = io.BytesIO()
     value = find_object(PREFIX + name)
     module = sys.modules.get(str(getattr(value, "__module__", "")))
     by_value = module is not None and module.__name__ != "__main__" and not _is_importable(module.__name__)
     try:
         if by_value:
             cloudpickle.register_pickle_by_value(module)
-        return base64.b64encode(cloudpickle.dumps(value)).decode()
+        Pickler(buffer).dump(value)
+        return base64.b64encode(buffer.getvalue()).decode()
     except Exception as error:
         raise ConfigError(
             f"{name} cannot be sent to a worker process: {type(error).__name__}: {error}; create what it uses inside "

@@ -15,6 +15,7 @@ from typing import Any
 
 from furlong.core.outcome import Outcome, outcome_from_value, outcomes_from_list
 from furlong.core.sample import Sample
+from furlong.core.text import did_you_mean
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user, location_of
 from furlong.core.user_functions import RewardStyle, load_function, reward_style
 from furlong.errors import ConfigError, RewardError
@@ -82,14 +83,17 @@ class CustomReward:
             case "batch":
                 return self.call(args, list(samples))
             case "named":
-                positional, keywords = self._named(samples[0])
+                positional, keywords = self._named(args, samples[0])
                 return self.call(*positional, **keywords)
             case "trl":
                 return self.call(**self._columns(args, samples))
 
-    def _named(self, sample: Sample) -> tuple[list[Any], dict[str, Any]]:
+    def _named(self, args: Any, sample: Sample) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments of a "named" function. Raises RewardError for a parameter that has no value."""
-        columns = {**sample.metadata, "prompt": sample.prompt, "response": sample.response, "label": sample.label}
+        keys = {"input_key": sample.prompt, "label_key": sample.label}
+        columns = {str(name): value for key, value in keys.items() if (name := getattr(args, key, None)) is not None}
+        columns |= sample.metadata
+        columns |= {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
         columns |= {"metadata": sample.metadata, "sample": sample}
         # verl's names; its rows may have a column of that name
         values = {
@@ -112,9 +116,10 @@ class CustomReward:
             elif place == 2 and [*parameters][:2] == ["response", "label"]:
                 value = sample.metadata  # the third parameter of a verifier, whatever its name
             else:
+                hint = did_you_mean(name, columns)[1] or "name one of them"
                 raise RewardError(
                     f"the reward function {self.name} has the parameter {name}, which is none of {', '.join(columns)}; "
-                    "name a column of the row's metadata, or give the parameter a default"
+                    f"{hint}, or give the parameter a default"
                 )
             if parameter.kind in _POSITIONAL:
                 positional.append(value)
@@ -146,6 +151,12 @@ async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
+def _is_of_slime(names: Sequence[str]) -> bool:
+    """Whether the first two parameters may be `args` and `sample` by their names, such as `_`, `s` or `a_sample`."""
+    first, second = [*names, "", ""][:2]
+    return "arg" in first or first[:1] == "_" or "sample" in second or min(len(first), len(second)) < 2
+
+
 def custom_reward(call: Callable[..., Any], *, name: str, group: bool) -> CustomReward:
     """Wrap a callable, with the style derived from its parameters. `group` selects slime's batch form (`--group-rm`).
 
@@ -158,7 +169,7 @@ def custom_reward(call: Callable[..., Any], *, name: str, group: bool) -> Custom
         raise RewardError(f"the reward function {name} cannot be called: {error}") from error
     names, kinds = [p.name for p in parameters], [p.kind for p in parameters]
     has_two = sum(kind in _POSITIONAL for kind in kinds) > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
-    if style == "single" and not has_two:
+    if style == "single" and not (has_two and _is_of_slime(names)):
         raise RewardError(
             f"the reward function {name} has the parameters ({', '.join(names)}); it must take (response, label), "
             "(args, sample, **kw), (args, samples, **kw), or TRL's (prompts, completions, **columns)"

@@ -14,13 +14,11 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from furlong.catalogue import Problem
-from furlong.config.command_line import Resolved, examine
 from furlong.config.sections import Config
 from furlong.errors import ConfigError, FurlongError
 from furlong.run.folder import run_folder
 from furlong.run.launch import Interrupt, check_before_run, run_in_folder
-from furlong.run.python_arguments import Environments, Rewards, Rows, read_call
+from furlong.run.python_arguments import Environments, Rewards, Rows, resolve_call
 from furlong.run.signals import EXIT_CODES
 from furlong.tools.run_diff import summarize
 from furlong.tracking.run_files import EVENTS, METRICS, read_flags, read_intact_rows
@@ -130,7 +128,14 @@ def configure(
     >>> configure(model="model", prompt_data="sums.jsonl", learning_rate=1e-5)  # doctest: +SKIP
     ConfigError: keyword arguments: unknown key learning_rate; use lr
     """
-    resolved, problems = _resolve(model, prompt_data, reward, environment, eval_data, flags)
+    resolved, problems = resolve_call(
+        model=model,
+        prompt_data=prompt_data,
+        reward=reward,
+        environment=environment,
+        eval_data=eval_data,
+        flags=flags,
+    )
     if problems:
         raise ConfigError(*problems)
     return resolved.config
@@ -172,7 +177,16 @@ def train(
     anything is written, other FurlongErrors, KeyboardInterrupt after Ctrl-C, SystemExit with code 143 after SIGTERM.
     """
     try:
-        resolved, problems = _resolve(model, prompt_data, reward, environment, eval_data, flags)
+        if on_step is not None and not callable(on_step):
+            raise ConfigError(f"on_step: got {on_step!r}, expected a function of the step's record")
+        resolved, problems = resolve_call(
+            model=model,
+            prompt_data=prompt_data,
+            reward=reward,
+            environment=environment,
+            eval_data=eval_data,
+            flags=flags,
+        )
         findings = _outside_of_loop(lambda: check_before_run(resolved, problems))
         folder, interrupt = run_folder(resolved), Interrupt()
 
@@ -186,25 +200,6 @@ def train(
     except FurlongError as error:
         raise error.with_traceback(None) from None
     return Run(folder)
-
-
-def _resolve(
-    model: str | Path | None,
-    prompt_data: Rows | None,
-    reward: Rewards | None,
-    environment: Environments | None,
-    eval_data: Rows | Mapping[str, Rows] | None,
-    flags: Mapping[str, Any],
-) -> tuple[Resolved, list[Problem]]:
-    call = read_call(
-        model=model,
-        prompt_data=prompt_data,
-        reward=reward,
-        environment=environment,
-        eval_data=eval_data,
-        flags=flags,
-    )
-    return examine(call.words, keywords=call.keywords, preset=call.preset)
 
 
 def _is_loop_running() -> bool:

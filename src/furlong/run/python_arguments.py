@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG
+from furlong.catalogue import Problem
+from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG, Resolved, examine
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.core.text import shortened
@@ -37,7 +38,7 @@ _COLUMNS = {
 
 @dataclass
 class Call:
-    """What `furlong.train` was called with: words and keywords as `examine` reads them, defaults, and objects."""
+    """Arguments of `furlong.train` as they are converted: words, keywords and defaults of `examine`, and objects."""
 
     words: list[str] = field(default_factory=list[str])
     keywords: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -61,7 +62,7 @@ class Call:
         self.keywords[name] = value
 
 
-def read_call(
+def resolve_call(
     *,
     model: str | Path | None,
     prompt_data: Rows | None,
@@ -69,8 +70,8 @@ def read_call(
     environment: Environments | None,
     eval_data: Rows | Mapping[str, Rows] | None,
     flags: Mapping[str, Any],
-) -> Call:
-    """Convert the arguments of `furlong.train`, and keep objects where `load_function` finds them.
+) -> tuple[Resolved, list[Problem]]:
+    """Resolve the arguments of `furlong.train`, and keep objects where `load_function` finds them.
 
     Raises ConfigError for an object that worker processes need and cannot get, and for arguments that exclude another.
     """
@@ -86,11 +87,20 @@ def read_call(
         else:
             call.keywords[name] = _plain(call, value)
     if model is not None:
+        if type(model) is not str and not hasattr(model, "__fspath__"):
+            raise ConfigError(
+                f"model: got {shortened(model)}, expected a model folder or the name of a model on the Hub"
+            )
         call.set("hf_checkpoint", str(model), "model")
     if prompt_data is not None:
         call.keywords["prompt_data"] = _data_path(call, prompt_data, "prompt_data")
     if environment is not None:
-        several = [environment] if isinstance(environment, type | str) else list(environment)
+        several = [*environment] if isinstance(environment, list | tuple) else [environment]
+        if wrong := [each for each in several if not isinstance(each, type | str)]:
+            raise ConfigError(
+                f"environment: got {shortened(wrong[0])}, expected a class with reset and step; each episode makes an "
+                "instance of it"
+            )
         call.keywords["environment"] = [each if isinstance(each, str) else call.path_of(each) for each in several]
     if eval_data is not None:
         _set_evaluation(call, eval_data)
@@ -100,7 +110,7 @@ def read_call(
     use_objects(call.objects)
     if (path := call.keywords.get("custom_rm_path")) and str(path).startswith(PREFIX):
         packed(str(path).removeprefix(PREFIX))
-    return call
+    return examine(call.words, keywords=call.keywords, preset=call.preset)
 
 
 def _plain(call: Call, value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from furlong.config.sections import by_field
-from furlong.core.text import redact_credentials
+from furlong.core.text import nearest_path, redact_credentials
 from furlong.errors import ConfigError, DataError
 from furlong.files.atomic import atomic_file
 
@@ -139,6 +139,8 @@ def read_sections(folder: Path, name: str = "") -> dict[str, dict[str, Any]]:
     Raises ConfigError if the folder has no readable config.json of a run.
     """
     path, shown = folder / CONFIG, name or str(folder)
+    if not os.path.lexists(folder):
+        raise ConfigError(f"{shown}: no such directory; {nearest_path(folder)}")
     if not os.path.lexists(path):
         raise ConfigError(
             f"{shown}: no {CONFIG} in that folder ({_listing(folder)}): it is not a run's, the run has just begun, or "

@@ -190,6 +190,14 @@ class JsonlTracker:
         self._file.close()
 
 
+OPTIONAL = {
+    "use_wandb": "wandb",
+    "use_trackio": "trackio",
+    "use_mlflow": "mlflow",
+    "use_swanlab": "swanlab",
+}  # by field
+
+
 def import_optional(package: str, flag: str) -> Any:
     """Import a package that `flag` needs; it is also the name of the extra that installs it.
 
@@ -200,9 +208,12 @@ def import_optional(package: str, flag: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        raise ConfigError(
-            f"{flag} needs the package {package}, which is not installed; pip install 'furlong-rl[{package}]'"
-        ) from error
+        raise ConfigError(not_installed(package, flag)) from error
+
+
+def not_installed(package: str, flag: str) -> str:
+    """Return the message for a package that `flag` needs."""
+    return f"{flag} needs the package {package}, which is not installed; pip install 'furlong-rl[{package}]'"
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float]:

@@ -29,6 +29,10 @@ class Named(Whole):
     def __init__(self, weight: float = 1.0) -> None: ...
 
 
+class OfGym(Game):
+    def step(self, action: Any, info: Any) -> Any: ...
+
+
 def test_a_class_is_refused_with_the_reason():
     for made, problem in [
         (Whole, ""),
@@ -36,6 +40,7 @@ def test_a_class_is_refused_with_the_reason():
         (Game, "Game has no step; write a class with reset and step"),
         (OfOneInstance, "OfOneInstance.step_many belongs to one instance"),
         (Named, "parameter weight, which is furlong's own setting"),
+        (OfGym, "cannot be called with (message): missing a required argument: 'info'; write def step(self, message)"),
     ]:
         problems = list(class_problems(EnvironmentSpec(made.__name__, f"game.py:{made.__name__}"), made))
         assert len(problems) == bool(problem), problems

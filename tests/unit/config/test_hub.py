@@ -12,6 +12,7 @@ import pytest
 
 from furlong.config.checks.value_checks import model_problem, prompt_file_problem
 from furlong.config.command_line import command_of, examine
+from furlong.config.engine_groups import served_models
 from furlong.config.hub import HubName, hub_name, resolve_model
 from furlong.errors import ConfigError
 from loopback_hub import LoopbackHub, loopback_hub, use_hub
@@ -212,6 +213,23 @@ def test_flags_get_local_copies_and_the_commit_is_recorded(hub, tmp_path, reposi
     assert command_of(resolved).startswith(f"furlong train --hf-checkpoint=o/m@{commit} ")
     assert "'--prompt-data=d/s@v1:train?config=main'" in command_of(resolved)
     assert [problem.row for problem in problems if problem.startswith("--ref-load")] == ["CKPT01"]
+
+
+def test_models_of_the_file_of_engines_are_names_too(hub, tmp_path, repository):
+    commit = hub.add("models", "o/m", repository)
+    file, group = tmp_path / "engines.yaml", "server_groups: [{worker_type: regular, num_gpus: 1}]"
+    rows = f"sglang: [{{name: own, model_path: o/m, {group}}}, {{name: judge, model_path: MODEL, {group}}}]"
+    for model, found in (("o/m@main, update_weights: false", commit), ("o/none", "")):
+        file.write_text(rows.replace("MODEL", model))
+        words = f"--engine sglang --hf-checkpoint o/m --sglang-config {file} --num-rollout 1"
+        resolved, problems = examine(words.split())
+        problems = [problem for problem in problems if problem.startswith("--sglang-config")]
+        assert resolved.config.engines.rollout_num_gpus == 2
+        if found:
+            own, judge = served_models(resolved.config)
+            assert (own.path, Path(str(judge.path)).name, problems) == (None, commit, [])
+        else:
+            assert ["model_path o/none: neither a local path nor public" in problem for problem in problems] == [True]
 
 
 def test_a_path_that_looks_like_a_name_has_both_fixes(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.core.user_functions import load_function, use_objects
 from furlong.core.user_objects import import_path, packed
@@ -44,17 +45,23 @@ def test_a_worker_process_calls_closures_and_objects():
     def reward(response, label):
         return float(response == label) + bonus
 
-    use_objects({"reward": reward, "scorer": Scorer("4")})
+    def divide(response):
+        return bonus / 0
 
-    async def score(path: str) -> list[float]:
+    use_objects({"reward": reward, "scorer": Scorer("4"), "divide": divide})
+
+    async def score(path: str) -> Outcome:
         sandbox = Sandbox(path)
         try:
-            return [outcome.reward for outcome in await sandbox.score([Sample(response="4", label="4")])]
+            [outcome] = await sandbox.score([Sample(response="4", label="4")])
+            return outcome
         finally:
             sandbox.close()
 
-    assert asyncio.run(score("python:reward")) == [1.5]
-    assert asyncio.run(score("python:scorer")) == [1.0]
+    assert asyncio.run(score("python:reward")).reward == 1.5
+    assert asyncio.run(score("python:scorer")).reward == 1.0
+    line = divide.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line} in divide: return bonus / 0" in asyncio.run(score("python:divide")).reason
 
 
 def test_the_objects_of_the_next_call_replace_those_before():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from furlong.core.metric import mean
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
+from furlong.errors import RewardError
 from furlong.rewards.custom_reward import AsyncRewardSum, RewardSum, custom_reward
 from furlong.rollout.metrics import part_metrics
 
@@ -58,6 +60,22 @@ def test_a_parameter_without_a_value_fails_the_sample_and_is_named():
     outcome = score(lambda response, answer: 1.0)
     assert outcome.kind == "failed"
     assert "has the parameter answer, which is none of carry, data_source, prompt, response" in outcome.reason
+
+
+def test_the_columns_of_prompt_and_label_have_their_own_names_too():
+    function = custom_reward(
+        lambda question, response, answer: float(question + answer == "1+2=3"), name="f", group=False
+    )
+    [outcome] = function.score(SimpleNamespace(input_key="question", label_key="answer"), [SAMPLE])
+    assert outcome == Outcome.scored(1.0)
+
+
+def test_parameters_that_are_neither_the_response_nor_slimes_are_refused():
+    for function in (lambda completion, answer: 1.0, lambda text: 1.0, lambda resp, gold, **kw: 1.0):
+        with pytest.raises(RewardError, match=r"it must take \(response, label\)"):
+            custom_reward(function, name="f", group=False)
+    for function in (lambda _, sample: 1.0, lambda a, s: 1.0, lambda _args, item: 1.0, lambda *args: 1.0):
+        assert custom_reward(function, name="f", group=False).style == "single"
 
 
 def test_several_functions_are_summed_and_their_values_kept():

@@ -92,6 +92,12 @@ def test_messages_and_data_frames_are_rows(model):
         ({"prompt_data": ["1+1="]}, "prompt_data has the row '1+1='"),
         ({"eval_data": {"a": [1]}}, "eval_a has the row 1"),
         ({"learning_rate": 1.0}, "unknown key learning_rate"),
+        ({"num_generations": 4}, "use n_samples_per_prompt"),
+        ({"reward_funcs": right}, "use reward"),
+        ({"actor_rollout_ref.rollout.n": 4}, "use n_samples_per_prompt"),
+        ({"model": 3}, "model: got 3, expected a model folder"),
+        ({"environment": right}, "expected a class with reset and step"),
+        ({"on_step": 3}, "on_step: got 3, expected a function"),
     ],
 )
 def test_a_mistake_is_an_error_that_names_it(model, arguments, words, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import os
 import shutil
@@ -26,6 +27,7 @@ from furlong.tools import memory_plan as plan
 from furlong.tools.environment import environment_findings, read_environment
 from furlong.tools.gpu_memory import gpus_in_use, local_device
 from furlong.tools.memory_plan import cpu_findings, findings, host_findings, plan_memory, with_chosen_sizes
+from furlong.tracking.trackers import OPTIONAL, not_installed
 
 CROWDED = 2  # ranks per CPU; fewer are accepted, to try out a parallel layout
 RAY_CONNECT_S = 3.0  # to connect to a running cluster, and for its answer
@@ -336,6 +338,13 @@ def device(context: PreflightContext, devices: Path = Path("/dev")) -> Iterator[
         yield dataclasses.replace(found, cause=f"Assumed: the run uses this machine, which has {assumed}.")
 
 
+def tracker_packages(context: PreflightContext) -> Iterator[Diagnosis]:
+    """CFG05: trackers whose packages are not installed. Assumes that the run uses the machine of the doctor."""
+    for field, package in OPTIONAL.items():
+        if getattr(context.config.track, field) and importlib.util.find_spec(package) is None:
+            yield from_problem(not_installed(package, f"--{field.replace('_', '-')}"))
+
+
 def visible_device(devices: Path = Path("/dev")) -> str:
     """Return "cuda" if this process may use a GPU, else "cpu". Does not import torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -350,6 +359,7 @@ CHECKS = (
     occupied_gpus,
     engine_servers,
     device,
+    tracker_packages,
     reproducibility,
     outputs,
     disk,
