@@ -1,5 +1,5 @@
 """Numbers of slime's own functions on random inputs; needs a checkout: FURLONG_SLIME_DIR=DIR. Known differences are in
-docs/guides/from-slime.md.
+docs/reference/slime.md.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ for _module, _home, _names in (*_ROWS, *((f"miles{row[0][5:]}", *row[1:]) for ro
         _theirs, _, _ours = _name.partition("=")
         NAMES.setdefault(_module, {})[_theirs] = f"{_home}:{_ours or _theirs}"
 
-_MAP = "docs/guides/from-slime.md lists the names that exist"
+_MAP = "docs/reference/slime.md lists the names that exist"
 _VALUE = "it is only a value of"
 _SOURCE = "write a class with the methods in docs/reference/hooks.md, without a base class"
 _IMAGES = "images, audio and video are not supported; train on text"

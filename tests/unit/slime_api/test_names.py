@@ -16,7 +16,7 @@ from furlong.core.user_functions import load_function
 from furlong.errors import ConfigError
 from furlong.slime_api.table import NAMES
 
-GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "from-slime.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "reference" / "slime.md"
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +53,10 @@ def test_names_are_those_of_furlong():
         ("from slime.utils.types import MultimodalTypes", "train on text"),
         ("from slime.utils.misc import chunk_named_params_by_size", "copy the helper"),
         ("from slime.rollout.on_policy_distillation import reward_func", "not supported"),
-        ("from slime.utils import unheard_of", "from-slime.md"),
+        ("from slime.utils import unheard_of", "reference/slime.md"),
         ("from miles.utils import unheard_of", "out of miles"),
         ("import miles.rollout.on_policy_distillation", "not supported"),
-        ("import slime.unheard_of.deeper", "from-slime.md"),
+        ("import slime.unheard_of.deeper", "reference/slime.md"),
     ],
 )
 def test_a_name_that_furlong_does_not_have_says_what_to_do(statement, fix):
