@@ -95,6 +95,25 @@ def test_views_fit_narrow_and_dark_screens(browser, url):
     browser.dark(False)
 
 
+def test_runs_are_found_sorted_and_chosen(browser, url):
+    names = "[...document.querySelectorAll('main tbody th')].map((cell) => cell.innerText)"
+    browser.size(1400)
+    browser.go(url, READY)
+    show(browser, "runs", f"{names}.length === 3")
+    browser.evaluate("[...document.querySelectorAll('.sort')].find((head) => head.innerText === 'Run').click()")
+    assert browser.evaluate(names) == ["demonstrations", "first", "second"]
+    browser.evaluate("[...document.querySelectorAll('.sort')].find((head) => head.innerText.startsWith('Run')).click()")
+    assert browser.evaluate(names) == ["second", "first", "demonstrations"]
+    browser.evaluate(
+        "(search => { search.value = 'sft'; search.dispatchEvent(new Event('input')) })"
+        "(document.querySelector('input[type=search]'))"
+    )
+    assert browser.evaluate(names) == ["demonstrations"]
+    browser.evaluate("[...document.querySelectorAll('button')].find((button) => button.innerText === 'Clear').click()")
+    assert browser.evaluate("document.querySelectorAll('main input:checked').length") == 0
+    check_no_damage(browser)
+
+
 def test_the_address_has_the_run_the_view_the_filters_and_the_sample(browser, url):
     browser.size(1400)
     browser.go(url, READY)

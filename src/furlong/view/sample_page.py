@@ -8,17 +8,18 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from furlong.core.batch import RolloutBatch
 from furlong.core.sample import Group, Sample
 from furlong.errors import CheckpointError, DataError
-from furlong.files.batch_file import load_batch
 from furlong.files.sample_file import SampleDump, load_samples
 from furlong.view.sample_index import MESSAGES, SampleFile, batch_file, mask_of, reward_number, start_folder
 from furlong.view.turns import prompt_turns, response_turns, text_of, turns_of_messages
+
+if TYPE_CHECKING:
+    from furlong.core.batch import RolloutBatch
 
 TOKENIZER_FILE = "tokenizer.json"
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -154,6 +155,8 @@ class SamplePages:
         if path is None:
             return {}
         try:
+            from furlong.files.batch_file import load_batch  # imports torch, which takes seconds
+
             batch = load_batch(path)
         except CheckpointError as error:
             return {"problem": str(error)}
