@@ -240,7 +240,7 @@ def _misses_ends(context: PreflightContext, rewards: Sequence[Any], ends: Sequen
     """REW01: a label is right as a response, but only without the end that responses have."""
     key, path = context.config.reward.reward_key, context.config.reward.custom_rm_path
     right, wrong, *ended = [reward.get(key) if isinstance(reward, dict) else reward for reward in rewards]
-    if not ended or None in (right, wrong) or not right > wrong or any(value != wrong for value in ended):
+    if not ended or right is None or wrong is None or not right > wrong or any(value != wrong for value in ended):
         return
     yield diagnosis(
         "REW01",
