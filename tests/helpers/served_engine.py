@@ -33,7 +33,7 @@ from furlong.inference.server.http_server import running_server
 from furlong.inference.server.web import ServerLimits
 from furlong.inference.sglang.engine import HttpEngine
 from furlong.inference.sglang.server import ServerInfo, SglangServer, probe
-from furlong.models.tokenizer import build_tokenizer
+from furlong.models.tokenizer import build_tokenizer, load_tokenizer
 from furlong.sessions.served_model import served_routes
 from furlong.weight_sync.remote_sync import LocalSync
 from furlong.weight_sync.transports.disk import DiskTransport
@@ -228,6 +228,24 @@ def _num_healthy(router: str) -> int:
         return 0
     workers = reply.json()["workers"] if reply.status_code == 200 else []
     return sum(worker["is_healthy"] for worker in workers)
+
+
+@contextlib.contextmanager
+def served_folder(folder: Path) -> Iterator[str]:
+    """Serve a model folder in a thread, and yield the URL."""
+
+    @contextlib.asynccontextmanager
+    async def serving() -> Any:
+        engine = EmbeddedEngine(folder, dtype=torch.float32, tokenizer=load_tokenizer(folder))
+        async with running_server(engine) as url:
+            yield url
+        await engine.close()
+
+    server = ServerThread(serving)
+    try:
+        yield server.url
+    finally:
+        server.stop()
 
 
 class LogRecords(logging.Handler):

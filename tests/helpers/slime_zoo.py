@@ -10,7 +10,9 @@ import queue
 import threading
 from dataclasses import dataclass, field
 
+import aiohttp
 import httpx
+import torch
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.aiohttp_threaded import FilteredAccessLogger, run_app_in_thread
 from slime.agent.harness import BaseHarness, HarnessContext
@@ -22,7 +24,7 @@ from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from slime.utils.async_utils import run
 from slime.utils.http_utils import post
 from slime.utils.misc import SingletonMeta, load_function
-from slime.utils.processing_utils import load_tokenizer
+from slime.utils.processing_utils import encode_image_for_rollout_engine, load_tokenizer
 from slime.utils.types import Sample
 
 from furlong.errors import RolloutError
@@ -366,3 +368,27 @@ async def generate_with_coding_agent(args, sample, sampling_params, evaluation=F
         return samples
     finally:
         await adapter.drop_session(sid, wait_timeout=30)
+
+
+async def ask_teacher(args, sample, **kwargs):
+    """The reward that slime gives to on-policy distillation: a teacher's reply to the whole sample."""
+    request = {
+        "input_ids": sample.tokens,
+        "sampling_params": {"temperature": args.rollout_temperature, "max_new_tokens": 0, "skip_special_tokens": False},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    if sample.multimodal_inputs and sample.multimodal_inputs.get("images"):
+        request["image_data"] = [encode_image_for_rollout_engine(each) for each in sample.multimodal_inputs["images"]]
+    async with aiohttp.ClientSession() as session, session.post(args.rm_url, json=request) as reply:
+        reply.raise_for_status()
+        return await reply.json()
+
+
+def keep_teacher(args, samples, **kwargs):
+    """Keep the log-probs of responses as tensors, and train on rewards of 0."""
+    replies = [sample.get_reward_value(args) for sample in samples]
+    for sample, reply in zip(samples, replies, strict=True):
+        scored = torch.tensor([row[0] for row in reply["meta_info"]["input_token_logprobs"][1:]], dtype=torch.float32)
+        sample.teacher_log_probs = scored[-sample.response_length :]
+    return [0.0] * len(samples), [0.0] * len(samples)

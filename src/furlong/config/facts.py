@@ -10,6 +10,7 @@ from furlong.config.sections import Config
 from furlong.core.model_config import read_json
 from furlong.core.routing import RoutingShape
 
+LABELLED = ("math", "dapo", "deepscaler", "f1")  # verifiers that score nothing without a label
 SERVERS = ("external", "sglang")  # never in this process; embedded engines are servers if they have GPUs of their own
 
 
@@ -61,6 +62,17 @@ def read_model_config(config: Config) -> dict[str, Any]:
 def routing_of(config: Config) -> RoutingShape | None:
     """Return the routing shape from config.json; None for a dense model or without the file."""
     return RoutingShape.of(read_model_config(config))
+
+
+def is_unscored(config: Config) -> bool:
+    """Whether samples without a reward get 0, as the policy learns from a teacher.
+
+    There is no verifier, or one without labels, which a generate function or a data source may set.
+    """
+    reward, data = config.reward, config.data
+    sets_labels = (data.label_key, data.data_source_path, config.rollout.custom_generate_function_path)
+    is_blind = (reward.rm_type or "").removeprefix("boxed_") in LABELLED and not any(sets_labels)
+    return config.opd.use_opd and reward.custom_rm_path is None and (reward.rm_type is None or is_blind)
 
 
 def returns_routes(config: Config) -> bool:

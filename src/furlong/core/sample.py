@@ -237,9 +237,13 @@ class Sample:
                 "response token, or append those tokens with their log-probs as well"
             )
 
-    def get_reward_value(self, args: Any = None) -> float:
-        """Return the scalar reward; `args.reward_key` selects it from a dict. Raises DataError if there is none."""
-        return scalar_reward(self, getattr(args, "reward_key", None))
+    def get_reward_value(self, args: Any = None) -> Any:
+        """Return the scalar reward. From a dict, `args.reward_key` selects it; without a key, return the dict.
+
+        Raises DataError if there is none.
+        """
+        key = getattr(args, "reward_key", None)
+        return self.reward if key is None and isinstance(self.reward, dict) else scalar_reward(self, key)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able data, the inverse of `from_dict`. JSON values that user code has set are in `attributes`."""

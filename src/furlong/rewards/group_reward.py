@@ -44,7 +44,8 @@ class GroupReward:
     2. `sample.custom_rm_path`,
     3. `custom_rm`: a path (called in the sandbox, or in the driver with `in_process`) or a callable (in the driver),
     4. the verifier named by `sample.metadata["rm_type"]`,
-    5. the verifier `rm_type`.
+    5. the verifier `rm_type`,
+    6. the number `default`.
 
     Aborted samples are not scored. `timeout_s` limits one call: one sample, or the whole group for functions
     of a group. `group_rm` calls slime-style custom functions with the list of samples. `args` is passed to custom
@@ -68,6 +69,7 @@ class GroupReward:
         memory_limit_bytes: int | None = None,
         in_process: bool = False,
         args: Any = None,
+        default: float | None = None,
         verifier_sandboxes: dict[str, Sandbox] | None = None,
     ) -> None:
         self._verifier = find_verifier(rm_type) if rm_type else None
@@ -75,6 +77,7 @@ class GroupReward:
             raise ConfigError(f"--rm-type {rm_type} needs a reward server; pass --rm-url http://host:port/path")
         self._limits = Limits(timeout_s=timeout_s, num_workers=num_workers, memory_limit_bytes=memory_limit_bytes)
         self._custom, self._group_rm, self._in_process, self._args = custom_rm, group_rm, in_process, args
+        self._default = default
         self._remote = RemoteReward(rm_url, timeout_s=timeout_s) if rm_url else None
         self._sandboxes: dict[str, Sandbox] = {}
         self._verifier_sandboxes = {} if verifier_sandboxes is None else verifier_sandboxes
@@ -162,6 +165,9 @@ class GroupReward:
         for i, sample in enumerate(samples):
             if i % YIELD_INTERVAL == YIELD_INTERVAL - 1:
                 await asyncio.sleep(0)
+            if self._default is not None and self._verifier is None and not sample.metadata.get("rm_type"):
+                outcomes.append(Outcome.scored(self._default))
+                continue
             try:
                 verifier = self._verifier_of(sample)
                 response = verifier.cut(sample.response)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from furlong.core.sample import Sample, Status
+from furlong.core.sample import Sample, Status, scalar_reward
 from furlong.errors import RolloutError
 from furlong.rollout.metrics import reward_label
 from furlong.rollout.train_batch import by_baseline
@@ -58,7 +58,8 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **_: Any) -> 
     With several roles, the rewards of one of them must differ.
     """
     parts = by_baseline(s for s in samples if s.status not in (Status.FAILED, Status.ABORTED))
-    compared = [[s.get_reward_value(args) for s in part] for part in parts]
+    key = getattr(args, "reward_key", None)
+    compared = [[scalar_reward(s, key) for s in part] for part in parts]
     if all(len(rewards) < 2 for rewards in compared):
         return DynamicFilterOutput(False, "too_few_scored")
     if any(float(np.std(rewards)) > 1e-6 for rewards in compared):

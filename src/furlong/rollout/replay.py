@@ -80,9 +80,9 @@ class RolloutFnEvalOutput:
 class FunctionRollout:
     """Implements `interfaces.Rollout` with a user's `fn(args, rollout_id, data_source, evaluation=False)`.
 
-    The function runs in a thread. It may return groups of an earlier call, and groups that it made. Groups that it
-    neither returned nor keeps are dropped after the call; as an `interfaces.RolloutPool` it saves the others, without
-    their responses, and a resumed run issues them again.
+    The function runs in a thread, and `on_groups` and `on_samples` get what it returns. It may return groups of an
+    earlier call, and groups that it made. Groups that it neither returned nor keeps are dropped after the call; as an
+    `interfaces.RolloutPool` it saves the others, without their responses, and a resumed run issues them again.
     """
 
     is_shared = False
@@ -97,8 +97,11 @@ class FunctionRollout:
         report: SampleReport | None = None,
         args: Any,
         vocab_size: int | None = None,
+        on_groups: Callable[[int, list[Group]], None] | None = None,
+        on_samples: Callable[[int, str, list[Sample]], None] | None = None,
     ) -> None:
         self._function, self._vocab_size = function, vocab_size
+        self._on_groups, self._on_samples = on_groups, on_samples
         self._ledger = ledger
         self._source = HookSource(source, ledger)
         self._conversion, self._args = conversion, args
@@ -122,6 +125,8 @@ class FunctionRollout:
         self._source.settle("rollout_function")
         if not groups:
             return None
+        if self._on_groups is not None:
+            self._on_groups(rollout_id, groups)
         batch = batch_from_groups(rollout_id, groups, self._conversion)
         seconds = time.monotonic() - started
         metrics = {name: mean(float(value)) for name, value in extra.items()} | {"perf/rollout_time": total(seconds)}
@@ -176,7 +181,10 @@ class FunctionRollout:
         plain: dict[str, float] = {} if isinstance(result, dict) else result.metrics or {}
         metrics: Metrics = {}
         for name, columns in data.items():
-            metrics |= eval_shape(name, columns.get("samples") or ())
+            samples = columns.get("samples") or ()
+            metrics |= eval_shape(name, samples)
+            if self._on_samples is not None:
+                self._on_samples(rollout_id, name, list(samples))
             rewards = [float(r) for r in columns["rewards"] if r is not None]
             if rewards:
                 metrics[f"eval/{name}"] = mean(sum(rewards) / len(rewards), len(rewards))

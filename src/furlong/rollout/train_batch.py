@@ -93,10 +93,13 @@ def batch_from_groups(rollout_id: int, groups: Sequence[Group], conversion: Conv
     )
     if convert is not None:
         return _batch_from_train_data(rollout_id, convert(conversion.args, samples), samples, conversion)
-    raw = np.array([_raw_reward(s, conversion) for s in samples], np.float64)
     if post_process is not None:
         raw, rewards = _post_processed(post_process, samples, conversion.args)
+        for sample, number in zip(samples, raw.tolist(), strict=True):
+            if isinstance(sample.reward, dict) and conversion.reward.reward_key is None:
+                sample.reward = number  # only the hook can tell which number of its reward counts
     else:
+        raw = np.array([_raw_reward(s, conversion) for s in samples], np.float64)
         rewards = _normalized(raw, samples, conversion)
     mask_truncated = conversion.algo is not None and conversion.algo.mask_truncated
     masks = [_mask(s, mask_truncated=mask_truncated) for s in samples]

@@ -129,7 +129,8 @@ class TrainFlags(TypedDict, total=False):
     """Verifier: math, dapo, deepscaler, f1, gpqa, ifbench, reasoning_gym, remote_rm or random; with the prefix `boxed_`
     it reads the content of \\boxed{...}."""
     rm_url: str | Path | None
-    """URL to which --rm-type remote_rm posts samples."""
+    """URL to which --rm-type remote_rm, or a function of --custom-rm-path, posts samples; with --use-opd alone, the
+    teacher's."""
     custom_rm_path: str | Callable[..., Any] | None
     """User reward function."""
     group_rm: bool

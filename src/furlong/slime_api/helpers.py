@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from furlong.errors import TrainerError
+from furlong.errors import RolloutError, TrainerError
 from furlong.models.tokenizer import load_tokenizer as read_tokenizer
 
 T = TypeVar("T")
@@ -25,6 +25,11 @@ def load_tokenizer(name_or_path: str, **_: Any) -> Any:
 
 def load_processor(name_or_path: str, **_: Any) -> None:
     """Return None: images, audio and video are not supported."""
+
+
+def encode_image_for_rollout_engine(image: Any) -> str:  # noqa: ARG001  slime's signature
+    """Raise RolloutError: images are not supported. Functions import this name for samples that have some."""
+    raise RolloutError("images are not supported; train on text")
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

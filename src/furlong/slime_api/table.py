@@ -15,6 +15,7 @@ _ROWS = (
     ("slime.utils.misc", f"{_API}.helpers", "SingletonMeta group_by"),
     ("slime.utils.async_utils", f"{_API}.helpers", "run"),
     ("slime.utils.processing_utils", f"{_API}.helpers", "load_tokenizer load_processor"),
+    ("slime.utils.processing_utils", f"{_API}.helpers", "encode_image_for_rollout_engine"),
     ("slime.utils.mask_utils", f"{_API}.masks", "MultiTurnLossMaskGenerator get_response_lengths"),
     ("slime.observability.trace_utils", f"{_API}.helpers", "trace_function trace_span build_sglang_meta_trace_attrs"),
     ("slime.agent.adapters", f"{_API}.agent_adapters", _ADAPTERS),
@@ -31,6 +32,7 @@ _ROWS = (
     ("slime.rollout.base_types", f"{_API}.rollouts", "call_rollout_fn"),
     ("slime.rollout.sglang_rollout", f"{_API}.generation", "GenerateState get_model_url"),
     ("slime.rollout.sglang_rollout", f"{_API}.generation", "generate generate_and_rm generate_and_rm_group"),
+    ("slime.rollout.on_policy_distillation", f"{_API}.distillation", "reward_func post_process_rewards"),
     ("slime.rollout.data_source", f"{_API}.rollouts", "DataSource pop_first"),
     ("slime.rollout.filter_hub.base_types", _FILTERS, "DynamicFilterOutput"),
     ("slime.rollout.filter_hub.base_types", f"{_API}.rollouts", "call_dynamic_filter"),
@@ -84,7 +86,6 @@ _REMEDIES = {  # by module or `module:name`; the longest prefix counts
     "slime.utils.processing_utils": _IMAGES,
     "slime.utils.types:MultimodalTypes": _IMAGES,
     "slime.utils.arguments": "flags are parsed by furlong; functions receive them as `args`",
-    "slime.rollout.on_policy_distillation": "on-policy distillation is not supported; remove its functions and flags",
     "slime.rollout.sglang_streaming_rollout": "remove the flag: generation is furlong's own",
     "slime.rollout.sglang_rollout:generate_rollout": f"{_VALUE} --rollout-function-path and --eval-function-path; in a "
     "function use generate_and_rm_group",

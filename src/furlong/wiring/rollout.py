@@ -23,7 +23,7 @@ from furlong.config.command_line import config_from_values
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.environment_specs import parse_env_workers, parse_environments
 from furlong.config.evaluation import EvalSpec
-from furlong.config.facts import is_started, max_staleness, returns_routes, routing_of, shares_groups
+from furlong.config.facts import is_started, is_unscored, max_staleness, returns_routes, routing_of, shares_groups
 from furlong.config.hooks import Hooks, usable_hooks
 from furlong.config.sections import Config, RolloutFlags, SessionFlags
 from furlong.core.addresses import host_and_port
@@ -207,6 +207,8 @@ def _function_rollout(
         report=_report(context),
         args=context.args,
         vocab_size=vocabulary_size(context.model_dir),
+        on_groups=context.record_rollout,
+        on_samples=context.record_evaluation,
     )
 
 
@@ -235,7 +237,8 @@ def _generation(context: RunContext, engine: Engine, trained: RolloutFlags, *, e
         max_new_tokens = trained.rollout_max_context_len or context.context_len  # also where a set has its own context
         logger.info("responses have at most %d tokens, by the context: no --rollout-max-response-len", max_new_tokens)
     scored = GroupReward(  # custom functions run in the sandbox, loaded by path
-        rm_type=reward.rm_type,
+        rm_type=None if is_unscored(config) else reward.rm_type,
+        default=0.0 if is_unscored(config) else None,
         rm_url=reward.rm_url,
         custom_rm=reward.custom_rm_path,
         group_rm=reward.group_rm,

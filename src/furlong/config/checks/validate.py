@@ -18,7 +18,7 @@ from furlong.config.checks.value_checks import (
     verifier_problem,
 )
 from furlong.config.environment_specs import environment_problems
-from furlong.config.facts import default_staleness, model_folder
+from furlong.config.facts import default_staleness, is_unscored, model_folder
 from furlong.config.flag_spec import Condition, FlagSpec, flag_specs
 from furlong.config.hooks import BUILT_IN
 from furlong.config.resolve import COPIES, Derived, derive
@@ -187,6 +187,7 @@ def _rollouts(config: Config) -> Problems:
                 )
     is_custom = rollout.rollout_function_path or rollout.custom_generate_function_path
     scored = reward.rm_type or reward.custom_rm_path or is_custom or config.debug.load_debug_rollout_data
+    scored = scored or config.opd.use_opd
     if not scored and not is_sft and config.data.prompt_data is not None:
         yield (
             "responses are not scored: --rm-type and --custom-rm-path are missing; give one of them, such as "
@@ -334,6 +335,11 @@ def notices(config: Config) -> Problems:
         yield (
             f"--ref-load {reference} without a KL term: training starts from its weights if --load has none, as in "
             "slime, and there is no reference model"
+        )
+    if is_unscored(config) and config.reward.rm_type is not None:
+        yield (
+            f"--rm-type {config.reward.rm_type} with --use-opd and without --label-key: there is nothing to compare "
+            "answers with, so rewards are 0 and the policy learns from the teacher alone"
         )
     described = [spec.flag for spec in specs if spec.section == "architecture" and spec.is_set(config)]
     if described and not config.debug.strict_flags:

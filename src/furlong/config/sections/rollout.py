@@ -227,8 +227,9 @@ class RewardFlags:
     )
     rm_url: str | None = flag(
         None,
-        "URL to which --rm-type remote_rm posts samples.",
-        needs="rm_type=remote_rm or rm_type=boxed_remote_rm",
+        "URL to which --rm-type remote_rm, or a function of --custom-rm-path, posts samples; with --use-opd alone, the "
+        "teacher's.",
+        needs="rm_type=remote_rm or rm_type=boxed_remote_rm or custom_rm_path or use_opd",
         metavar="URL",
     )
     custom_rm_path: str | None = flag(None, "User reward function.")

@@ -182,7 +182,7 @@ def rewards_without_spread(now: StepContext) -> Alert | None:
         return None
     rows, size = _rows_without_spread(now, reward), facts.num_samples or math.inf
     if rows >= NO_SPREAD_STEPS and rows * size >= NO_SPREAD_SAMPLES:
-        return _no_spread(now, reward, rows)
+        return None if facts.config.opd.use_opd else _no_spread(now, reward, rows)  # a teacher is a signal, too
     values = now.recent("rollout/raw_reward", HISTORY)
     best = max(_means(values, COLLAPSE_ROWS), default=0.0)
     if best < COLLAPSE_OF:

@@ -11,6 +11,7 @@ from typing import Any
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.checks.value_checks import BOXED, epoch_problem
 from furlong.config.engine_groups import served_models
+from furlong.config.facts import is_unscored
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.data.prompt import Prompt, PromptFormat, RejectedRow
@@ -204,6 +205,8 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
     failed = [i for i, outcome in enumerate(outcomes) if outcome.kind != "scored"]
     if not failed:
         rewards = [outcome.reward for outcome in outcomes]
+        if config.reward.custom_reward_post_process_path is not None and config.reward.reward_key is None:
+            return  # that function reads the objects
         yield from unnamed_entry(f"--custom-rm-path {path}", rewards, config.reward.reward_key)
         yield from _misses_ends(context, rewards, ends)
         return
@@ -259,6 +262,8 @@ def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
     name = config.reward.rm_type
     verifier = REWARDS.get((name or "").removeprefix(BOXED))
     if rows is None or verifier is None or verifier.kind != "response" or not context.generates:
+        return
+    if is_unscored(config):
         return
     scored = [p for p in rows.prompts if "rm_type" not in p.metadata]
     labelled = [p for p in scored if p.label is not None][:TRIED_LABELS]
