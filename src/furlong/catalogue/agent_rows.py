@@ -85,7 +85,7 @@ ROWS = (
         "warning",
         symptom="Samples are missing from the batch; the agent seems to succeed.",
         cause="Candidates: its requests are refused and it ignores that; it asks another endpoint than its session's; "
-        "it gives up before its first request.",
+        "it gives up before its first request, or closes it before the answer.",
         checked="Episodes that ended without an answer of the policy.",
         remedy="Read the last refused request in the log (`grep 'last request was refused' run.log`). Without one, let "
         "the agent use `base_url` (a function) or OPENAI_BASE_URL and OPENAI_API_KEY (a command). Print "

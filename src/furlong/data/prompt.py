@@ -279,6 +279,14 @@ class RowFilter:
             raise DataError(f"{self.name} has no usable prompts ({counts}); {hint}")
 
 
+OTHER_FILES = {  # by how they start
+    b"PAR1": "it is a Parquet file: name it .parquet",
+    b"\x1f\x8b": "it is compressed: unpack it with gunzip",
+    b"PK\x03\x04": "it is a zip archive: unpack it",
+    b"\xff\xfe": "it is UTF-16: convert it with `iconv -f utf-16 -t utf-8`",
+}
+
+
 def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
     text = line.removeprefix(b"\xef\xbb\xbf") if is_first else line
     try:
@@ -289,10 +297,12 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
         try:
             shown = text.decode()[:60].strip()
         except UnicodeDecodeError as broken:
+            fix = next(
+                (fix for mark, fix in OTHER_FILES.items() if line.startswith(mark)),
+                "save the file as UTF-8 (with iconv)",
+            )
             raise _BadRowError(
-                f"byte {broken.start + 1} of the line is not UTF-8: {line[:40]!r}; "
-                "save the file as UTF-8 (for example with iconv)",
-                "syntax",
+                f"byte {broken.start + 1} of the line is not UTF-8: {line[:40]!r}; {fix}", "syntax"
             ) from error
         if is_first and shown in ("[", "{"):
             raise _BadRowError(
@@ -360,6 +370,11 @@ def message_problem(value: Any) -> str | None:
             return f"message {i} is {_shown(message)}, not an object with role and content"
         fields = cast("dict[str, Any]", message)
         role, content = fields.get("role"), fields.get("content")
+        if {"from", "value"} <= fields.keys() and role is None:
+            return (
+                "its messages are in ShareGPT's form; rename `from` to role (human: user, gpt: assistant), and `value` "
+                "to content"
+            )
         if not isinstance(role, str) or not role:
             return f"message {i} has role {_shown(role)} and keys {sorted(fields)}; role must be a non-empty string"
         if isinstance(content, str) or (content is None and fields.get("tool_calls")):

@@ -159,8 +159,24 @@ class Sandbox:
                 raise RewardError(f"the sandbox for {self.path} did not start: {how}") from error
             if isinstance(error, Exception) and not isinstance(error, RewardError):
                 raise RewardError(f"{type(error).__name__}: {error}") from error
+            if isinstance(error, RewardError) and self._limits.memory_limit_bytes and await self._loads_without_limit():
+                raise RewardError(
+                    f"the reward function {self.path} cannot be loaded within --reward-memory-limit "
+                    f"{self._limits.memory_limit_bytes / 2**30:.3g}, without the limit it can; raise it"
+                ) from error
             raise
         return worker
+
+    async def _loads_without_limit(self) -> bool:
+        worker = await Worker.start(_WORKER)
+        try:
+            setup = {**self._setup, "memory_limit_bytes": None}
+            await worker.call("load", setup, timeout_s=self._limits.start_timeout_s)
+        except (RewardError, WorkerEndedError):
+            return False
+        finally:
+            await worker.end()
+        return True
 
     async def _score(self, samples: Sequence[Sample]) -> Scored:
         permits = await self._load()

@@ -144,6 +144,13 @@ def test_a_crash_is_an_outcome_with_a_reason(sandbox):
         assert reason in outcomes[1].reason
 
 
+def test_a_memory_limit_that_the_function_does_not_load_within(tmp_path):
+    (tmp_path / "large.py").write_text("import numpy\n\n\ndef reward(args, sample):\n    return 1.0\n")
+    small = Sandbox(f"{tmp_path}/large.py:reward", limits=Limits(memory_limit_bytes=int(0.05 * 2**30)))
+    with pytest.raises(RewardError, match=r"within --reward-memory-limit 0\.05, without the limit it can; raise it"):
+        run(small, "fine")
+
+
 def test_a_memory_limit_is_an_outcome(sandbox):
     outcomes = run(sandbox("naughty", memory_limit_bytes=2 << 30), "eat", "fine")
     assert outcomes[0].reason.startswith("MemoryError")

@@ -506,6 +506,8 @@ def without_effect(now: StepContext) -> Alert | None:
     if has_no_gradient:
         cause = "Advantages or loss masks are 0, or the loss does not depend on the weights."
         remedy = "look at the advantages with --save-debug-train-data"
+        if config.rollout.rollout_sample_filter_path:
+            remedy += ", and at what --rollout-sample-filter-path removes"
         if functions:
             cause = f"{functions} returns a constant, zeros or tensors without gradient."
             remedy = f"correct what {functions} returns"
