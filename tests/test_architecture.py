@@ -80,7 +80,7 @@ BUDGET = {
     "diagnosis": 6246,
     "environments": 1200,
     "evals": 400,
-    "files": 1290,
+    "files": 1287,
     "furlong": 1302,
     "inference": 10260,
     "loop": 1220,

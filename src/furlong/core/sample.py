@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -247,11 +248,12 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able data, the inverse of `from_dict`. JSON values that user code has set are in `attributes`."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if attributes := {k: v for k, v in vars(self).items() if k not in data and _is_json(v)}:
+        data: dict[str, Any] = dict(zip(Sample.__dataclass_fields__, _field_values(self), strict=True))
+        own = vars(self)
+        if own.keys() - data.keys() and (attributes := {k: v for k, v in own.items() if k not in data and _is_json(v)}):
             data["attributes"] = attributes
         data["status"] = Status(self.status).value  # user code may set the text
-        data["outcome"] = None if self.outcome is None else dataclasses.asdict(self.outcome)
+        data["outcome"] = self.outcome and {name: getattr(self.outcome, name) for name in Outcome.__slots__}
         for name, dtype in _ARRAYS.items():
             if data[name] is not None:
                 from furlong.core.routing import json_from_array
@@ -278,6 +280,9 @@ class Sample:
         sample = cls(**values)
         vars(sample).update({name: value for name, value in attributes.items() if name not in known})
         return sample
+
+
+_field_values = operator.attrgetter(*Sample.__dataclass_fields__)
 
 
 def _is_json(value: Any) -> bool:

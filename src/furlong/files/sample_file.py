@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ COLUMNS = ("tokens", "loss_mask", "token_versions", "rollout_log_probs", "teache
 PICKLED = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # starts of torch.save's and pickle's files
 
 _DEFAULTS = {**Sample().to_dict(), "attributes": {}}
+_SCALARS = frozenset((bool, int, float, str, type(None)))
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def _tensors(samples: Sequence[dict[str, Any]]) -> list[tuple[str, NDArray[Any]]
     for name in COLUMNS:
         lists = [sample.pop(name) for sample in samples]
         lengths = np.array([-1 if values is None else len(values) for values in lists], np.int64)
-        flat = [value for values in lists if values is not None for value in values]
+        flat = list(chain.from_iterable(values for values in lists if values is not None))
         tensors += [(name, _array(name, flat)), (f"{name}.lengths", lengths)]
     return tensors
 
@@ -172,28 +174,28 @@ def _lists(flat: NDArray[Any], lengths: NDArray[Any]) -> list[list[Any] | None]:
 
 
 def _plain_sample(data: dict[str, Any]) -> dict[str, Any]:
-    where = f"sample {data['index']}"
-    return {
-        name: _tagged(value, f"{where}, field {name}") for name, value in data.items() if not _is_default(name, value)
-    }
-
-
-def _is_default(name: str, value: Any) -> bool:
-    default = _DEFAULTS[name]
-    return type(value) is type(default) and value == default
+    plain: dict[str, Any] = {}
+    for name, value in data.items():
+        kind, default = type(value), _DEFAULTS[name]
+        if kind is not type(default) or value != default:
+            plain[name] = value if kind in _SCALARS else _tagged(value, f"sample {data['index']}, field {name}")
+    return plain
 
 
 def _tagged(value: Any, where: str) -> Any:
     """Return JSON data that `_from_tagged` restores to an equal value. Numpy and torch scalars become numbers."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if type(value) in _SCALARS or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
         return [_tagged(each, where) for each in value]
     if isinstance(value, tuple):
         return {"$tuple": [_tagged(each, where) for each in value]}
     if isinstance(value, dict):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _tagged(each, f"{where}[{key!r}]") for key, each in value.items()}
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {
+                key: each if type(each) in _SCALARS else _tagged(each, f"{where}[{key!r}]")
+                for key, each in value.items()
+            }
         return {"$dict": [[_tagged(key, where), _tagged(each, f"{where}[{key!r}]")] for key, each in value.items()]}
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
         return value.item()
