@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -248,9 +247,8 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able data, the inverse of `from_dict`. JSON values that user code has set are in `attributes`."""
-        data: dict[str, Any] = dict(zip(Sample.__dataclass_fields__, _field_values(self), strict=True))
-        own = vars(self)
-        if own.keys() - data.keys() and (attributes := {k: v for k, v in own.items() if k not in data and _is_json(v)}):
+        data = {name: getattr(self, name) for name in Sample.__dataclass_fields__}
+        if attributes := {k: v for k, v in vars(self).items() if k not in data and _is_json(v)}:
             data["attributes"] = attributes
         data["status"] = Status(self.status).value  # user code may set the text
         data["outcome"] = self.outcome and {name: getattr(self.outcome, name) for name in Outcome.__slots__}
@@ -280,9 +278,6 @@ class Sample:
         sample = cls(**values)
         vars(sample).update({name: value for name, value in attributes.items() if name not in known})
         return sample
-
-
-_field_values = operator.attrgetter(*Sample.__dataclass_fields__)
 
 
 def _is_json(value: Any) -> bool:

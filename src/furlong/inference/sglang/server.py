@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import httpx
 import orjson
 import torch
@@ -212,7 +211,7 @@ class SglangServer:
             parts = urlsplit(url)  # a key takes precedence over a password
             url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         self._base = url
-        self._http: aiohttp.ClientSession | None = None
+        self._http: Any = None  # an aiohttp.ClientSession
 
     @staticmethod
     def at(address: EngineAddress, *, api_key: str | None = None, report_s: float = WEIGHT_REPORT_S) -> SglangServer:
@@ -273,6 +272,8 @@ class SglangServer:
         events: EventReader | None = None,
     ) -> tuple[int, bytes]:
         """Return status and body of the answer. Raises TimeoutError and UnreachableError."""
+        import aiohttp  # 0.12 s, which a run with the embedded engine does not need
+
         options: dict[str, Any] = {}
         if body is not None:
             sent = orjson.dumps(body)
