@@ -267,25 +267,19 @@ def _columns(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
     columns: dict[str, NDArray[Any]] = {}
     for name, dtype in _COLUMNS.items():
         given = [getattr(s, name) for s in samples]
-        if all(value is None for value in given):
+        if all(value is None or not len(value) for value in given):
             continue
         values = [np.asarray([] if value is None else value, dtype) for value in given]
-        width = next((value.shape[1:] for value in values if value.size), None)
-        if width is None:
-            continue
+        width = next(value.shape[1:] for value in values if len(value))
         for i, s in enumerate(samples):
-            if len(values[i]) == s.response_length:
-                continue
-            if s.status is Status.FAILED:
-                values[i] = np.zeros((s.response_length, *width), dtype)
-            elif name == "teacher_mask" and not len(values[i]):  # all have a value
-                values[i] = np.ones(s.response_length, dtype)
-            else:
-                raise RolloutError(
-                    f"sample {s.index} has {len(values[i])} {name} for {s.response_length} response tokens; a "
-                    "function that sets or changes tokens must keep one for each, for all samples or for none "
-                    "(Sample.append_response_tokens keeps them consistent)"
-                )
+            if len(values[i]) != s.response_length:
+                if s.status is not Status.FAILED and (name != "teacher_mask" or len(values[i])):
+                    raise RolloutError(
+                        f"sample {s.index} has {len(values[i])} {name} for {s.response_length} response tokens; a "
+                        "function that sets or changes tokens must keep one for each, for all samples or for none "
+                        "(Sample.append_response_tokens keeps them consistent)"
+                    )
+                values[i] = (np.zeros if s.status is Status.FAILED else np.ones)((s.response_length, *width), dtype)
         columns[name] = np.concatenate(values)
         if not np.isfinite(columns[name]).all():
             index = next(s.index for s, value in zip(samples, values, strict=True) if not np.isfinite(value).all())
