@@ -285,8 +285,9 @@ class StandIns:
     def _settings(self, word: str, target: Path) -> str:
         """Copy a file of settings, with the paths in it replaced."""
         inside = self._root / re.sub(r"^/root/(slime|miles)/", "", word)
-        source = inside if inside.is_file() else Path(word)
-        if not source.is_file():
+        written = self._root.glob(f"examples/**/{inside.name}")  # by the script, from one beside it
+        source = next((path for path in (inside, Path(word), *written) if path.is_file()), None)
+        if source is None:
             return word
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(rewrite_paths(source.read_text(encoding="utf-8"), self._inner), encoding="utf-8")

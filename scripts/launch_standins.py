@@ -286,5 +286,5 @@ def write_prompts(path: Path, flags: Flags) -> Path:
 
 
 def rewrite_paths(text: str, place: Callable[[str], str]) -> str:
-    """Replace the absolute paths in the text of a YAML file."""
-    return re.sub(r"(?<![\w/.:])/[\w./-]+", lambda match: place(match[0]), text)
+    """Replace the absolute paths in the text of a YAML file, and those that begin with a variable of the script."""
+    return re.sub(r"(?<![\w/.:])(?:\$\{\w+\})?(/[\w./-]+)", lambda match: place(match[1]), text)

@@ -74,7 +74,7 @@ BUDGET = {
     "chat": 1390,
     "cluster": 1530,
     "commands": 1884,
-    "config": 7063,
+    "config": 7090,
     "core": 4251,
     "data": 2862,
     "diagnosis": 6246,

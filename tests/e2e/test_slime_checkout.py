@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import http.server
+import itertools
 import json
 import os
 import re
 import shutil
 import sys
+import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -76,6 +80,57 @@ def test_a_copy_of_the_fully_async_rollout_trains(model, data, tmp_path, monkeyp
     function = f"{copied}:generate_rollout_fully_async"
     argv = flags(model, data, tmp_path / "run", num_rollout=5, rollout_function_path=function, rm_type="random")
     assert train(argv) == 5
+    result = audit(tmp_path / "run" / "ledger.jsonl", finished=True)
+    assert result.ok, result.problems
+
+
+@pytest.fixture
+def rollout_buffer():
+    """A stand-in of slime's rollout buffer, whose groups have one right answer of two; yields its URL."""
+    numbers = itertools.count()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            question = {"role": "user", "content": "1+2="}
+            rows = [
+                {
+                    "uid": f"u{number}",
+                    "instance_id": f"i{number}",
+                    "reward": reward,
+                    "messages": [question, {"role": "assistant", "content": "3" if reward else "45"}],
+                    "extra_info": {"timestamp": number, "finish_reason": "stop"},
+                }
+                for number in itertools.islice(numbers, 4)
+                for reward in (0.0, 1.0)
+            ]
+            meta = {"total_samples": 8, "avg_reward": 0.5, "finished_groups": [rows[0]["instance_id"]]}
+            body = json.dumps({"success": True, "data": {"data": rows, "meta_info": meta}}).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.nightly
+def test_the_example_of_a_rollout_buffer_trains(long_model, data, tmp_path, monkeypatch, rollout_buffer):
+    monkeypatch.syspath_prepend(str(SLIME))
+    monkeypatch.setitem(sys.modules, "wandb", types.ModuleType("wandb"))
+    function = "slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout"
+    values = {"rollout_function_path": function, "rollout_buffer_url": rollout_buffer, "loss_mask_type": "qwen3"}
+    argv = flags(
+        long_model, data, tmp_path / "run", num_rollout=3, rollout_batch_size=2, n_samples_per_prompt=2, **values
+    )
+    assert train([*argv, "--fetch-trajectory-retry-times", "3"]) == 3
     result = audit(tmp_path / "run" / "ledger.jsonl", finished=True)
     assert result.ok, result.problems
 

@@ -57,6 +57,8 @@ class Args:
             return self._routed()[name]
         if (spec := specs.get(name)) is not None:
             return spec.value_in(self._config)
+        if name == "qkv_format":  # functions written for Miles ask
+            return "thd"
         if (why := find_refusal(f"--{name.replace('_', '-')}")) is not None:
             raise AttributeError(f"args.{name}: {why.reason}")
         _, hint = did_you_mean(name, specs)

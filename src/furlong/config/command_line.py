@@ -240,7 +240,7 @@ def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> tuple[FlagValue
     negated = {spec.flag.replace("--", "--no-", 1): spec for spec in specs.values() if spec.kind == "tristate"}
     read = FlagValues()
     paths: dict[str, list[str]] = {CONFIG_FLAG: [], OVERRIDE_FLAG: []}
-    words = list(argv)
+    words, tied = list(argv), list[tuple[str, FlagSpec]]()
     while words:
         word = words.pop(0)
         name, equals, text = word.partition("=")
@@ -253,7 +253,10 @@ def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> tuple[FlagValue
         elif name in negated:
             read.values[negated[name].field] = False
         elif (flag := MILES_FLAGS.get(name)) is not None:
-            words[:0] = _translated(read, name, flag, [text] if equals else _take_values(words, len(words)))
+            given = [text] if equals else _take_values(words, len(words))
+            words[:0] = _translated(read, name, flag, given)
+            if flag.same_as:
+                tied.append((f"{name} {' '.join(given)}", specs[flag.same_as]))
         elif is_engine_option(name):
             option_words = [text] if equals else _take_values(words, len(words))
             read.set_option(name, name, partial(value_of, words=option_words))
@@ -262,6 +265,10 @@ def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> tuple[FlagValue
             _take_values(words, len(words))  # the values of the unknown flag
         else:
             read.problems.append(_unexpected(word, words, [*by_flag, *negated, *paths]))
+    for given, spec in tied:
+        own = str(read.values.get(spec.field, spec.default))
+        if given.split()[1:] != [own]:
+            read.problems.append(f"{given} differs from {spec.flag} {own}, which sets it; remove it")
     return read, paths
 
 

@@ -79,8 +79,6 @@ SLIME: tuple[Refusal, ...] = (
         ("--cross-entropy-loss-fusion", "the loss never keeps the logits of the whole batch", _OMIT),
         ("--use-cpu-initialization", "weights are loaded, not initialized", _OMIT),
         ("--moe-router-force-load-balancing", "it would train a different model than the engine runs", _OMIT),
-        ("--rollout-buffer-url --fetch-trajectory-retry-times --min-batch-collection-ratio --rollout-task-type",
-         "rollout buffers are connected by a function", "read your server in a function for --rollout-function-path"),
         ("--memory-recorder", "memory is recorded by PyTorch",
          "use --record-memory-history; for host memory, run memray"),
         ("--memory-snapshot-dir", "snapshots are in profile/ of the run directory", "set it with --output-dir"),
@@ -93,7 +91,6 @@ SLIME: tuple[Refusal, ...] = (
 
 _VALUE_ROWS: tuple[tuple[str, str, Verdict, str, str], ...] = (
     ("--engine", "vllm", "not-yet", "there is no client of vLLM", "use sglang, or embedded, which needs no package"),
-    ("--attention-backend", "fused", "not-yet", "it is TransformerEngine's", "use flash"),
     ("--attention-backend", "local", "refused", "it does not support packed sequences", "use unfused"),
     ("--recompute-modules", "core_attn", "refused",
      "attention kernels keep no scores and always recompute them in the backward pass", _OMIT),
@@ -132,8 +129,6 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
          "the number of rollouts in flight bounds the staleness",
          "use --async-buffer-size ROLLOUTS, or run train_async.py"),
         ("--rollout-external", "the addresses imply it", "remove it, and give --rollout-external-engine-addrs"),
-        ("--fsdp-cpu-offload --fsdp-cpu-backend --fsdp-state-dict-cpu-offload", "furlong uses another name",
-         "use --offload-optimizer-states to save memory"),
         ("--check-weight-update-selector --check-weight-update-skip-list --check-weight-update-allow-quant-error",
          "every weight update verifies all tensors by checksum", _OMIT),
         ("--use-miles-router --miles-router-*", "the router is sglang-router", "use --sglang-router-strategy"),
@@ -151,9 +146,7 @@ MILES: tuple[Refusal, ...] = (  # flags that Miles adds to slime's
         ("--dashboard-* --prometheus-*",
          "trackers are metrics.jsonl, TensorBoard, W&B, Trackio, MLflow and SwanLab",
          "add a tracker (docs/reference/metrics.md)"),
-        ("--mlflow-experiment-name --mlflow-run-name", "furlong uses other names", "use --tracker-project, --run-name"),
-        ("--use-dynamic-global-batch-size",
-         "a step has --global-batch-size completions, however many samples they become", _OMIT)
+        ("--mlflow-experiment-name --mlflow-run-name", "furlong uses other names", "use --tracker-project, --run-name")
     ),
     *_rows(
         "not-yet",

@@ -13,11 +13,13 @@ class MilesFlag:
     """What a flag of Miles is here: `words`, in which `{}` is its value, or nothing, with the reason in `instead`.
 
     values: the value here by the value there; others are not accepted. Without it every value is.
+    same_as: the field that must have the value, too.
     """
 
     words: str = ""
     instead: str = ""
     values: tuple[tuple[str, str], ...] = ()
+    same_as: str = ""
 
     def translated(self, name: str, given: Sequence[str]) -> tuple[list[str], str]:
         """Return the words to read in place of `name` and its values, and a line for the log.
@@ -68,6 +70,15 @@ MILES_FLAGS = {
     "--attn-implementation": MilesFlag(instead="the attention kernel follows from device and dtype"),
     "--cp-comm-type": MilesFlag(instead="context parallelism always gathers keys and values"),
     "--qkv-format": MilesFlag(instead="micro-batches are always packed"),
+    "--use-dynamic-global-batch-size": MilesFlag(
+        instead="a step has --global-batch-size completions, however many samples they become"
+    ),
+    "--sglang-tp-size": MilesFlag(
+        instead="--rollout-num-gpus-per-engine sets it", same_as="rollout_num_gpus_per_engine"
+    ),
+    "--fsdp-cpu-offload": MilesFlag("--optimizer-cpu-offload"),
+    "--fsdp-cpu-backend": MilesFlag(instead="what is in host memory is not sent between ranks"),
+    "--fsdp-state-dict-cpu-offload": MilesFlag(instead="checkpoints are always written from host memory"),
     "--keep-fp32-master": MilesFlag(instead="master weights are always float32 with --bf16"),
     "--rollout-submission-granularity": MilesFlag(instead="the samples of a group are submitted one by one"),
 }

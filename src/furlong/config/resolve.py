@@ -191,6 +191,8 @@ def _engine(config: Config, put: Put, explicit: frozenset[str]) -> None:
                 put("sglang_router_strategy", "cache_aware", "--sglang-config splits prefill and decode")
     if config.engines.prefill_num_servers is not None:
         put("sglang_router_strategy", "cache_aware", "--prefill-num-servers")
+    if config.engines.router_options:
+        put("sglang_router_strategy", "cache_aware", "options of the router are given")
     is_placed = config.engines.rollout_num_gpus is not None or colocate or path is not None
     if is_placed or trainer_gpus > 1:
         put("ray_address", os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS")

@@ -67,6 +67,14 @@ class TrainFlags(TypedDict, total=False):
     """Maximum number of tokens that an episode samples in all its turns. Default: no limit."""
     rollout_function_path: str | Callable[..., Any] | None
     """User function that produces a whole rollout."""
+    rollout_buffer_url: str | Path | None
+    """URL of a rollout buffer, for functions written for slime, which read it in `args`."""
+    rollout_task_type: str | Path
+    """Task of the rollout buffer, for such functions."""
+    fetch_trajectory_retry_times: int
+    """Attempts to read from the rollout buffer, for such functions. -1: no limit."""
+    min_batch_collection_ratio: float
+    """Share of a batch to wait for, for such functions."""
     custom_generate_function_path: str | Callable[..., Any] | None
     """User function that generates one sample."""
     rollout_sample_hook_path: str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
@@ -481,9 +489,10 @@ class TrainFlags(TypedDict, total=False):
     """Number of layers; see --recompute-method."""
     recompute_modules: str | Path | Sequence[str | Path] | None
     """Modules to recompute: `mlp` (dense), `moe` (experts and router), `shared_experts`."""
-    attention_backend: Literal["auto", "flash", "unfused"]
+    attention_backend: Literal["auto", "flash", "fused", "unfused"]
     """Attention kernel: `flash` for packed sequences (bfloat16 on CUDA); `unfused` plain matmuls and softmax, slow, for
-    comparison; `auto` is `flash` where available, else PyTorch's choice."""
+    comparison; `auto` is `flash` where available, else PyTorch's choice; `fused`, which names kernels of
+    TransformerEngine, is `auto`."""
     accumulate_allreduce_grads_in_fp32: bool
     """Reduce gradients in float32; the default without --grad-reduce-in-bf16."""
     grad_reduce_in_bf16: bool

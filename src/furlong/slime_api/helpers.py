@@ -109,12 +109,12 @@ def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {name: meta[name] for name in names if name in meta}
 
 
-def all_gather_with_cp(tensor: T, total_length: int, response_length: int) -> T:  # noqa: ARG001
+def all_gather_with_cp(tensor: T, total_length: int, response_length: int, *_layout: Any) -> T:  # noqa: ARG001
     """Return the tensor: loss hooks get the whole responses of a sample, also with context parallelism."""
     return tensor
 
 
-def slice_log_prob_with_cp(log_prob: T, total_length: int, response_length: int) -> T:  # noqa: ARG001
+def slice_log_prob_with_cp(log_prob: T, total_length: int, response_length: int, *_layout: Any) -> T:  # noqa: ARG001
     """Return the values: loss hooks work on whole responses, also with context parallelism."""
     return log_prob
 

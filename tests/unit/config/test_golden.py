@@ -87,7 +87,7 @@ def test_refusals_point_only_at_flags_that_exist() -> None:
 
 def test_flags_of_miles_name_the_alternative() -> None:
     assert "--async-buffer-size" in problem_of("--async-max-concurrent-samples", "8")
-    assert [row.verdict for flag in ("--fsdp-cpu-offload", "--lora-rank") if (row := find_refusal(flag))] == [
+    assert [row.verdict for flag in ("--rollout-external", "--lora-rank") if (row := find_refusal(flag))] == [
         "refused",
         "not-yet",
     ]

@@ -53,6 +53,7 @@ def test_flags_of_miles_are_translated_or_have_no_effect(base):
     words = "--fully-async --max-weight-staleness 3 --pause-generation-mode retract --max-seq-len 200 --qkv-format bshd"
     words += " --use-session-server v2 --tito-model qwen3 --custom-agent-function-path agent.py:run --use-prometheus"
     words += " --custom-generate-function-path miles.rollout.generate_hub.agentic_tool_call.generate"
+    words += " --fsdp-cpu-offload --use-dynamic-global-batch-size --sglang-tp-size 1"
     words += " --dynamic-sampling-filter-path miles.rollout.filter_hub.dynamic_sampling_filters.check_no_aborted"
     resolved, problems = examine(argv(base, *words.split()))
     config = resolved.config
@@ -60,12 +61,14 @@ def test_flags_of_miles_are_translated_or_have_no_effect(base):
     assert (config.rollout.async_buffer_size, config.rollout.max_token_staleness) == (2, 3)
     assert (config.sync.pause_mode, config.rollout.rollout_max_context_len) == ("hold", 200)
     assert config.session.agent_function_path == "agent.py:run"
+    assert config.optim.optimizer_cpu_offload
     assert config.rollout.custom_generate_function_path == AGENT_PATH
     assert "--max-seq-len of Miles is --rollout-max-context-len 200" in resolved.lines
     assert any(line.startswith("--qkv-format has no effect: ") for line in resolved.lines)
     _, problems = examine(argv(base, *words.split(), "--strict-flags"))
     assert [problem.split()[0] for problem in problems] == [
-        "--qkv-format", "--use-session-server", "--tito-model", "--use-prometheus"
+        "--qkv-format", "--use-session-server", "--tito-model", "--use-prometheus", "--use-dynamic-global-batch-size",
+        "--sglang-tp-size",
     ]  # fmt: skip
     for wrong in ("--pause-generation-mode stop", "--update-weight-transfer-mode p2p"):
         _, problems = examine(argv(base, *wrong.split()))

@@ -24,7 +24,7 @@ SGLANG = {
 def test_options_are_read_by_their_type_under_their_own_name():
     engines = parse(WORDS).config.engines
     assert engines.sglang_options == SGLANG
-    assert engines.router_options == {"cache_threshold": 0.5}
+    assert (engines.router_options, engines.sglang_router_strategy) == ({"cache_threshold": 0.5}, "cache_aware")
 
 
 def test_options_survive_the_command_line_and_config_json():
@@ -46,7 +46,10 @@ def test_an_invalid_option_names_the_fix():
             ["--sglang-atention-backend", "fa3"],
             "is not an option of sglang 0.5.16; did you mean --sglang-attention-backend",
         ),
-        (["--sglang-tp-size", "2"], "--sglang-tp-size is set by furlong; use --rollout-num-gpus-per-engine"),
+        (
+            ["--sglang-tp-size", "2"],
+            "--sglang-tp-size 2 differs from --rollout-num-gpus-per-engine 1, which sets it; remove it",
+        ),
         (["--sglang-tensor-parallel-size", "2"], "is set by furlong; use --rollout-num-gpus-per-engine"),
         (["--sglang-trust-remote-code"], "is set by furlong; remove it"),
         (["--router-policy", "random"], "--router-policy is set by furlong; use --sglang-router-strategy"),

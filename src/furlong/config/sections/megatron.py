@@ -75,10 +75,11 @@ class MegatronFlags:
         "Modules to recompute: `mlp` (dense), `moe` (experts and router), `shared_experts`.",
         needs="train_backend=megatron; recompute_granularity=selective",
     )
-    attention_backend: Literal["auto", "flash", "unfused"] = flag(
+    attention_backend: Literal["auto", "flash", "fused", "unfused"] = flag(
         "auto",
         "Attention kernel: `flash` for packed sequences (bfloat16 on CUDA); `unfused` plain matmuls and softmax, "
-        "slow, for comparison; `auto` is `flash` where available, else PyTorch's choice.",
+        "slow, for comparison; `auto` is `flash` where available, else PyTorch's choice; `fused`, which names kernels "
+        "of TransformerEngine, is `auto`.",
         needs=_MEGATRON,
     )
     accumulate_allreduce_grads_in_fp32: bool = flag(

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from furlong.config.flag_spec import flag
 
 _EPISODES = "custom_generate_function_path or agent_function_path or agent_command or environment"
+_OF_FUNCTION = "rollout_function_path"
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,16 @@ class RolloutFlags:
         needs=_EPISODES,
     )
     rollout_function_path: str | None = flag(None, "User function that produces a whole rollout.")
+    rollout_buffer_url: str | None = flag(
+        None, "URL of a rollout buffer, for functions written for slime, which read it in `args`.", needs=_OF_FUNCTION
+    )
+    rollout_task_type: str = flag("math", "Task of the rollout buffer, for such functions.", needs=_OF_FUNCTION)
+    fetch_trajectory_retry_times: int = flag(
+        -1, "Attempts to read from the rollout buffer, for such functions. -1: no limit.", needs=_OF_FUNCTION
+    )
+    min_batch_collection_ratio: float = flag(
+        1.0, "Share of a batch to wait for, for such functions.", needs=_OF_FUNCTION
+    )
     custom_generate_function_path: str | None = flag(None, "User function that generates one sample.")
     rollout_sample_hook_path: tuple[str, ...] = flag(
         (), "User function that is called on each sample between generation and reward.", kind="append"
