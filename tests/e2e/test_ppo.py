@@ -195,6 +195,44 @@ def test_an_agent_of_several_turns_learns_from_the_rewards_of_its_turns(model, d
                 assert batch.columns[column][part][t] == pytest.approx(want, abs=1e-5), (row, column, t)
 
 
+def test_stale_samples_have_values_of_the_present_critic_and_advantages_with_kl_over_the_whole_rollout(
+    model, data, tmp_path
+):
+    changes = PPO | {
+        "async_buffer_size": 2,
+        "kl_coef": 0.1,
+        "gamma": 0.9,
+        "lambd": 0.8,
+        "num_rollout": 4,
+        "save": tmp_path / "save",
+        "save_interval": 1,
+        "critic_save": f"{tmp_path}/critic_{{rollout_id}}",
+        "save_debug_train_data": tmp_path / "{rollout_id}_{rank}",
+    }
+    assert train(flags(model, data, tmp_path / "run", **changes)) == 4
+    batch = load_batch(tmp_path / "3_0")
+    assert batch.columns["token_versions"].max() < 3  # the weights after fewer than three rollouts
+    critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic_3", local_files_only=True)
+    kept, raw = batch.loss_masks > 0, np.zeros(len(batch.loss_masks))
+    for row, start in enumerate(batch.response_starts[:-1]):
+        part = slice(start, batch.response_starts[row + 1])
+        tokens = torch.from_numpy(batch.tokens[batch.starts[row] : batch.starts[row + 1]]).long()
+        with torch.no_grad():
+            values = critic(tokens[None]).logits[0, :, 0].numpy()
+        values = values[-batch.response_lengths[row] - 1 : -1]
+        np.testing.assert_allclose(batch.columns["values"][part], values, atol=1e-5)
+        kl = (batch.columns["old_log_probs"] - batch.columns["ref_log_probs"])[part]
+        next_value = advantage = 0.0
+        for t in range(len(values))[::-1]:
+            reward = -0.1 * kl[t] + (batch.rewards[row] if t == len(values) - 1 else 0.0)
+            advantage = reward + 0.9 * next_value - values[t] + 0.9 * 0.8 * advantage
+            raw[start + t], next_value = advantage, values[t]
+            assert batch.columns["returns"][start + t] == pytest.approx(advantage + values[t], abs=1e-5)
+    assert np.abs(batch.columns["ref_log_probs"] - batch.columns["old_log_probs"]).max() > 1e-3
+    white = (raw - raw[kept].mean()) / raw[kept].std(ddof=1)
+    np.testing.assert_allclose(batch.columns["advantages"][kept], white[kept], atol=1e-4)
+
+
 ROLES = """
 megatron:
   - {name: default, role: critic, overrides: {lr: 1e-5, clip_grad: 0.5, tensor_model_parallel_size: 1, num_nodes: 4}}
