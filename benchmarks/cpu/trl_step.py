@@ -51,12 +51,12 @@ RIVALS = {
 }
 
 
-def write_model(preset: str, folder: Path) -> Path:
+def write_model(preset: str, folder: Path, *, seed: int = 0) -> Path:
     """Write a random model that cannot sample its end-of-sequence token."""
     from furlong.models.presets import write_preset
     from furlong.models.tokenizer import build_tokenizer
 
-    write_preset(preset, folder, seed=0)
+    write_preset(preset, folder, seed=seed)
     config = json.loads((folder / "config.json").read_text())
     tokenizer = build_tokenizer()
     while len(tokenizer) < config["vocab_size"]:
@@ -94,11 +94,21 @@ class Gate:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
 
-def furlong_flags(folder: Path, prompts: Path, out: Path, *, threads: int, dtype: str, rounds: int) -> list[str]:
-    """Return furlong's command line."""
+def build_run(folder: Path, prompts: Path, out: Path, *, threads: int, **more: Any) -> Any:
+    """Build the parts of a run as `furlong train` does; `more` are flags."""
+    from furlong.config.command_line import load
+    from furlong.core.garbage import import_without_gc, raise_gc_threshold
+    from furlong.machine import choose_threads, set_threads
+    from furlong.run.folder import run_folder
+
     sizes = {"prompts": PROMPTS, "samples": SAMPLES, "new": NEW, "lr": LR}
-    more = {"num_rollout": rounds, "max_tokens_per_gpu": 65536, "num_threads": threads, dtype: True}
-    return furlong_words(folder, prompts, out, **sizes, **more)
+    flags = {"max_tokens_per_gpu": 65536, "num_threads": threads}
+    resolved = load(furlong_words(folder, prompts, out, **sizes | flags | more))
+    raise_gc_threshold(resolved.config.data.rollout_batch_size * resolved.config.data.n_samples_per_prompt)
+    with import_without_gc("furlong.wiring.build"):
+        set_threads(choose_threads(threads, num_parts=1))
+        from furlong.wiring.build import build
+    return build(resolved, run_folder(resolved))
 
 
 class CountingTrainer:
@@ -138,23 +148,13 @@ class GateTracker:
 
 
 def build_furlong(folder: Path, prompts: Path, out: Path, *, threads: int, dtype: str, rounds: int) -> Any:
-    """Build the parts of a run as `furlong train` does."""
-    from furlong.config.command_line import load
-    from furlong.core.garbage import import_without_gc, raise_gc_threshold
-    from furlong.machine import choose_threads, set_threads
-    from furlong.run.folder import run_folder
-
-    resolved = load(furlong_flags(folder, prompts, out, threads=threads, dtype=dtype, rounds=rounds))
-    raise_gc_threshold(resolved.config.data.rollout_batch_size * resolved.config.data.n_samples_per_prompt)
-    with import_without_gc("furlong.wiring.build"):
-        set_threads(choose_threads(threads, num_parts=1))
-        from furlong.wiring.build import build
-    return build(resolved, run_folder(resolved))
+    """Build the parts of a GRPO run."""
+    return build_run(folder, prompts, out, threads=threads, num_rollout=rounds, **{dtype: True})
 
 
 def run_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, threads: int, dtype: str, n: int) -> None:
     """Train with furlong, pausing before every step."""
-    _quiet(out)
+    quiet(out)
     built = build_furlong(folder, prompts, out, threads=threads, dtype=dtype, rounds=n)
     from furlong.loop.train import train
 
@@ -230,7 +230,7 @@ def trl_trainer(folder: Path, prompts: Path, out: Path, *, dtype: str, max_steps
 
 def run_trl(channel: Connection, folder: Path, prompts: Path, out: Path, threads: int, dtype: str, n: int) -> None:
     """Train with TRL, pausing before every step."""
-    _quiet(out)
+    quiet(out)
     import torch
 
     torch.set_num_threads(threads)
@@ -239,7 +239,7 @@ def run_trl(channel: Connection, folder: Path, prompts: Path, out: Path, threads
 
 def check_trl(channel: Connection, folder: Path, prompts: Path, out: Path) -> None:
     """Run one TRL step. Send its samples, loss, gradient norm and updated weights."""
-    _quiet(out)
+    quiet(out)
     trainer = trl_trainer(folder, prompts, out, dtype="fp32", max_steps=1, gate=None)
     trainer.train()
     seen = trainer.seen
@@ -257,7 +257,7 @@ def check_trl(channel: Connection, folder: Path, prompts: Path, out: Path) -> No
 
 def check_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, seen: dict[str, Any]) -> None:
     """Run furlong's step on the tokens and rewards of TRL's step."""
-    _quiet(out)
+    quiet(out)
     built = build_furlong(folder, prompts, out, threads=1, dtype="fp32", rounds=1)
     from furlong.config.sections import RolloutFlags
     from furlong.core.sample import Group, Sample, Status
@@ -288,9 +288,9 @@ def check_furlong(channel: Connection, folder: Path, prompts: Path, out: Path, s
 
 def check(folder: Path, prompts: Path, scratch: Path) -> None:
     """Compare one step of both on the same tokens. Raise SystemExit if they differ."""
-    theirs = _answer(check_trl, folder, prompts, scratch / "check-trl")
-    ours = _answer(check_furlong, folder, prompts, scratch / "check-furlong", theirs)
-    before = _answer(initial_weights, folder)
+    theirs = answer(check_trl, folder, prompts, scratch / "check-trl")
+    ours = answer(check_furlong, folder, prompts, scratch / "check-furlong", theirs)
+    before = answer(initial_weights, folder)
     apart = moved = 0.0
     for name, values in ours["weights"].items():
         apart += sum((a - b) ** 2 for a, b in zip(values, theirs["weights"][name], strict=True))
@@ -313,7 +313,7 @@ def initial_weights(channel: Connection, folder: Path) -> None:
     channel.send({name: t.flatten().tolist() for name, t in load_file(folder / "model.safetensors").items()})
 
 
-def _quiet(out: Path) -> None:
+def quiet(out: Path) -> None:
     """Redirect a rival's output to a file, so that the terminal shows only the table."""
     out.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
@@ -340,11 +340,12 @@ def answer_of(channel: Connection, out: Path) -> Any:
         raise SystemExit(f"a rival exited:\n{out.with_suffix('.log').read_text()[-3000:]}") from None
 
 
-def _answer(target: Any, *args: Any) -> Any:
+def answer(target: Any, *args: Any) -> Any:
+    """Run `target` in a new process until it sends one message; return that."""
     process, channel = start(target, *args)
-    answer = channel.recv()
+    received = channel.recv()
     process.join()
-    return answer
+    return received
 
 
 def measure(
