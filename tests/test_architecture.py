@@ -84,7 +84,7 @@ BUDGET = {
     "furlong": 1302,
     "inference": 10260,
     "loop": 1220,
-    "models": 3533,
+    "models": 3542,
     "quantization": 1261,
     "quickstart": 350,
     "reproduce": 590,

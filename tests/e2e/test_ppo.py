@@ -68,6 +68,11 @@ def test_the_export_of_the_critic_is_a_model_of_transformers_with_its_values(tra
         torch.testing.assert_close(logits, torch.nn.functional.linear(hidden, head.weight, head.bias)[:, 0])
 
 
+def test_a_value_model_as_the_policy_is_an_error(trained, data, tmp_path):
+    with pytest.raises(CheckpointError, match=r"critic_3 is a value model or a classifier.*to --critic-load"):
+        train(flags(trained / "critic_3", data, tmp_path / "run", num_rollout=1))
+
+
 @pytest.mark.parametrize(
     ("weight", "bias"), [("score.weight", "score.bias"), ("v_head.summary.weight", None), ("value_head.weight", None)]
 )

@@ -106,6 +106,11 @@ def load_network(
     bad = {kind: sorted({*map(str, info.get(kind) or ())} - optional) for kind in ("missing_keys", "mismatched_keys")}
     if any(bad.values()):
         files = abbreviate(sorted(file.name for file in path.glob("*.safetensors")), 3)
+        if "score.weight" in (info.get("unexpected_keys") or ()):
+            raise CheckpointError(
+                f"{path} is a value model or a classifier, with a head named score; give a language model, or this one "
+                "to --critic-load"
+            )
         raise CheckpointError(
             f"the weights in {path} ({files}) do not fit its config.json: "
             + "; ".join(f"{kind} {len(keys)}, first {keys[:3]}" for kind, keys in bad.items() if keys)
