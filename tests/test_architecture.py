@@ -69,22 +69,22 @@ ALLOWED |= {
 }
 # Lines of Python per package, "furlong" for the modules that are in none.
 BUDGET = {
-    "algo": 1395,
-    "catalogue": 1242,
+    "algo": 1715,
+    "catalogue": 1290,
     "chat": 1390,
     "cluster": 1530,
     "commands": 1884,
-    "config": 7090,
-    "core": 4251,
+    "config": 7128,
+    "core": 4257,
     "data": 2862,
-    "diagnosis": 6246,
+    "diagnosis": 6356,
     "environments": 1200,
     "evals": 400,
     "files": 1287,
-    "furlong": 1302,
+    "furlong": 1316,
     "inference": 10260,
     "loop": 1220,
-    "models": 3542,
+    "models": 3547,
     "quantization": 1261,
     "quickstart": 350,
     "reproduce": 590,
@@ -97,11 +97,11 @@ BUDGET = {
     "slime_api": 1028,
     "tools": 3559,
     "tracking": 1135,
-    "training": 9404,
+    "training": 9664,
     "transfer": 710,
     "view": 1540,
     "weight_sync": 2000,
-    "wiring": 1980,
+    "wiring": 1985,
 }
 ONLY_IN = {"ray": {"cluster"}, "sglang": {"inference"}, "megatron": {"training", "models"}}  # third party: only there
 NEVER = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}  # nothing unpickles data from a network or a file

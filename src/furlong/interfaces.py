@@ -247,12 +247,18 @@ class Trainer(ABC):
         """Release all resources."""
 
 
+# What else a model's head computes for each response token: its likeliest tokens; the log-probs of the tokens in the
+# column `teacher_top_ids`; its input; the KL to the teacher over the vocabulary (needs `MicroBatch.teacher_hidden_RD`).
+HeadOutput = Literal["", "top_ids", "top_log_probs", "hidden", "teacher_kl"]
+
+
 @dataclass(frozen=True)
 class TokenStats:
     """Results of a forward pass for each response token, float32 [R].
 
     log_probs_R: of a policy; [0] for a value model. values_R: of a value model: the prediction from the tokens before.
     logits_RV: only for losses with `needs_logits`.
+    top_ids_RK, top_log_probs_RK, hidden_RD, teacher_kl_R: only if requested (`HeadOutput`).
     policy_routes: the experts that the policy's own routers chose, for `MicroBatch.policy_routes`.
     rerouted_R: fraction of the engine's expert choices for the token before, over all layers, that the policy's routers
         would not have made; nan where unknown, None if routes were not recorded.
@@ -264,6 +270,10 @@ class TokenStats:
     policy_routes: Tensor | None = None
     rerouted_R: Tensor | None = None
     values_R: Tensor | None = None
+    top_ids_RK: Tensor | None = None
+    top_log_probs_RK: Tensor | None = None
+    hidden_RD: Tensor | None = None
+    teacher_kl_R: Tensor | None = None
 
     @property
     def output_R(self) -> Tensor:  # noqa: N802  axes
@@ -279,6 +289,7 @@ class LossFn(Protocol):
 
     needs_entropy: whether `stats.entropy_R` must be computed. entropy_grad: whether the gradient flows through it.
     needs_logits: whether `stats.logits_RV` must be kept (custom losses; costs [R, V] memory).
+    A loss may also have `head_output`, which is "" by default.
     """
 
     needs_entropy: bool

@@ -113,6 +113,13 @@ def _norms(*norms: float, **more: float) -> list[dict[str, float]]:
 PPO = {"advantage_estimator": "ppo"}
 
 
+OPD = {"use_opd": True, "opd_type": "trainer"}
+
+
+def _kl(*values: float) -> list[dict[str, float]]:
+    return [{"train/opd_reverse_kl": each} for each in values]
+
+
 def _critic(*explained: float, loss: float = 0.2) -> list[dict[str, float]]:
     return [{"train/critic-explained_variance": each, "train/critic-value_loss": loss} for each in explained]
 
@@ -284,6 +291,11 @@ NUMBERS = (
           without="--num-critic-only-steps"),
     steps("a warm-up of one rollout", "NUM08", _critic(-0.5, -0.3), PPO | {"num_critic_only_steps": 1},
           remedy="--num-critic-only-steps"),
+    steps("a teacher of another template", "OPD01", [{"rollout/teacher_log_probs": -11.0, "rollout/log_probs": -0.9}],
+          OPD, sizes=(49_152, 10**6), remedy="tokenizer of --hf-checkpoint"),
+    steps("a teacher that is the policy", "OPD02", [{"train/opd_reverse_kl": 0.0}], OPD, remedy="--load"),
+    steps("a teacher that the policy does not follow", "OPD03", _kl(*[0.4] * 32, *[0.41] * 32), OPD,
+          remedy="--opd-kl-coef"),
     steps("experts that disagree", "NUM05", [{"train/routing_agreement": 0.6}],
           remedy="--use-rollout-routing-replay"),
     steps("plain questions to an instruct model", "TPL03", [{"rollout/log_probs": -1.2}],
@@ -353,6 +365,10 @@ HEALTHY = (
           _critic(-0.446, -0.131, -0.021, 0.083, 0.171, 0.087, 0.07, 0.104, 0.051, 0.026, 0.074, 0.011, 0.062, -0.036,
                   0.041, -0.034, -0.039, 0.03, -0.049, 0.06, 0.059, -0.004, -0.004, 0.04, -0.04, 0.013, 0.017, 0.024,
                   -0.02, 0.026, 0.034, 0.029, 0.082, -0.021, -0.005, 0.025), PPO | {"num_critic_only_steps": 4}),
+    steps("a student that learns", "", _kl(*[0.9, 0.7, 0.5, 0.4] * 8, *[0.3] * 64), OPD, sizes=(49_152, 10**6)),
+    steps("a student that has learned", "", _kl(*[0.02] * 80), OPD),
+    steps("a student that a confident teacher corrects", "",
+          [{"rollout/teacher_log_probs": -6.0, "rollout/log_probs": -0.9}], OPD, sizes=(49_152, 10**6)),
     steps("a policy that waits for its critic", "",
           [{"rollout/zero_std_frac": 0.3, "rollout/reward_range": 1.0, "train/grad_norm": 0.0}] * 12,
           PPO | {"num_critic_only_steps": 10}),

@@ -284,17 +284,57 @@ def test_one_checkpoint_in_place_of_their_folder(world):
     only(world.look(load=save, ckpt_step=2, num_rollout=9), "CKPT06", "info")
 
 
-@fault("NUM01")
-def test_a_reference_with_other_tokens(world):
-    own = {"use_kl_loss": True, "ref_load": world.folder / "other"}
-    shutil.copytree(world.model, own["ref_load"])
+def copy_with_sizes(world, **sizes):
+    folder = world.folder / "copy"
+    shutil.copytree(world.model, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    return folder
+
+
+@fault("OPD01")
+def test_a_teacher_that_cannot_be_compared(world):
+    own = {"use_opd": True, "opd_type": "trainer", "opd_teacher_load": copy_with_sizes(world, hidden_size=96)}
+    found = [each for each in world.look(**own, train_backend="megatron") if each.id == "OPD01"]
+    assert "hidden_size 96 and not " in found[0].finding
+    assert "--opd-teacher-urls" in found[0].remedy
+    shutil.copytree(copy_with_sizes(world, vocab_size=8), world.folder / "smaller")
+    own = {"use_opd": True, "opd_loss": "full", "opd_teacher_load": world.folder / "smaller"}
+    own["hf_checkpoint"] = copy_with_sizes(world, vocab_size=99)
+    found = [each for each in world.look(**own) if each.id == "OPD01"]
+    assert found[0].evidence == {"teacher": 8, "policy": 99}
+    assert "OPD01" not in {each.id for each in world.look(**own | {"opd_teacher_load": own["hf_checkpoint"]})}
+
+
+@fault("OPD04")
+def test_a_function_that_asks_a_teacher_at_another_temperature(world):
+    own = {"use_opd": True, "opd_type": "sglang", "rollout_temperature": 0.8}
+    path = world.folder / "own_teacher.py"
+    path.write_text("def ask(args, sample, **kwargs):\n    return 0.0\n")
+    found = [each for each in world.look(**own, custom_rm_path=f"{path}:ask") if each.id == "OPD04"]
+    assert "args.rollout_temperature" in found[0].remedy
+    for change in ({"rollout_temperature": 1.0}, {"opd_type": "trainer", "opd_teacher_load": world.model}):
+        assert "OPD04" not in {each.id for each in world.look(**own | change, custom_rm_path=f"{path}:ask")}
+
+
+@fault("NUM01", "OPD01")
+@pytest.mark.parametrize(
+    ("row", "flag", "given"),
+    [
+        ("NUM01", "ref_load", {"use_kl_loss": True}),
+        ("OPD01", "opd_teacher_load", {"use_opd": True, "opd_type": "trainer"}),
+    ],
+)
+def test_a_frozen_model_with_other_tokens(world, row, flag, given):
+    own = {**given, flag: world.folder / "other"}
+    shutil.copytree(world.model, own[flag])
     assert world.look(**own) == []
-    path = own["ref_load"] / "tokenizer.json"
+    path = own[flag] / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocab = tokenizer["model"]["vocab"]
     tokenizer["model"]["vocab"] = dict(zip(vocab, [*list(vocab.values())[1:], vocab[next(iter(vocab))]], strict=True))
     path.write_text(json.dumps(tokenizer))
-    found = only(world.look(**own), "NUM01")
+    found = only(world.look(**own), row)
     assert found.evidence["moved"] == found.evidence["tokens"] == len(vocab)
-    assert "--ref-load" in found.remedy
-    assert world.look(**own | {"ref_load": None}) == []
+    assert f"--{flag.replace('_', '-')}" in found.remedy
+    assert world.look(**own | {flag: world.model}) == []

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.algo.log_ratio import kl_estimate
-from furlong.config.sections import AlgoFlags
+from furlong.config.sections import AlgoFlags, OpdFlags
 from furlong.core.algorithms import Baseline, find_algorithm
 from furlong.core.batch import FloatArray, IntArray
 from furlong.errors import ConfigError, DataError
@@ -251,6 +251,17 @@ def whiten(advantages_R: Tensor, mask_R: Tensor, *, reduce: Reduce = identity) -
     return (centered_R * torch.rsqrt(variance + 1e-8)).to(advantages_R.dtype)
 
 
+def distilled(advantages_R: Tensor, opd: OpdFlags, kl_R: Tensor | None) -> Tensor:
+    """Return opd_task_reward_coef * advantages - opd_kl_coef * `kl_R`, before whitening as in slime.
+
+    kl_R: log p - log q of the sampled tokens, for --opd-loss sampled.
+    """
+    if not opd.use_opd:
+        return advantages_R
+    scaled_R = opd.opd_task_reward_coef * advantages_R
+    return scaled_R if kl_R is None else scaled_R - opd.opd_kl_coef * kl_R
+
+
 def training_rewards(
     flags: AlgoFlags,
     raw_rewards_N: NDArray[np.floating],
@@ -285,6 +296,8 @@ def token_advantages(
     ref_log_probs_R: Tensor | None = None,
     values_R: Tensor | None = None,
     turn_rewards_R: Tensor | None = None,
+    opd: OpdFlags | None = None,
+    opd_kl_R: Tensor | None = None,
     reduce: Reduce = identity,
 ) -> tuple[Tensor, Tensor]:
     """Return advantage and return of each response token of S concatenated responses, [R] each.
@@ -293,7 +306,7 @@ def token_advantages(
     value; 0 at masked tokens. Without a critic's `values_R` it is the advantage. `reduce` sums over the ranks with the
     rest of the rollout; only --normalize-advantages calls it, twice, on every rank. `old_log_probs_R` (the trainer's,
     or the engine's with --use-rollout-logprobs) and `ref_log_probs_R` are read if the algorithm has KL in the reward.
-    Raises DataError if they are missing then.
+    Raises DataError if they are missing then. `opd`, `opd_kl_R`: see `distilled`; they change no return.
     """
     row = find_algorithm(flags.advantage_estimator)
     kl_R = None
@@ -310,7 +323,8 @@ def token_advantages(
     estimate = ADVANTAGES[row.advantages]
     adaptive = flags.lambd_length_alpha
     raw_R = estimate(replace(inputs, lambd=length_lambdas(inputs, adaptive)) if adaptive else inputs)
-    advantages_R = whiten(raw_R, mask_R, reduce=reduce) if flags.normalize_advantages else raw_R
+    distilled_R = distilled(raw_R, opd or OpdFlags(), opd_kl_R)
+    advantages_R = whiten(distilled_R, mask_R, reduce=reduce) if flags.normalize_advantages else distilled_R
     if values_R is None:
         return advantages_R, advantages_R
     critic_lambd = flags.lambd if flags.critic_lambd is None else flags.critic_lambd

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from furlong.algo.distillation import top_k_kl
 from furlong.algo.log_ratio import (
     bounded_exp,
     importance_weights,
@@ -25,12 +26,12 @@ from furlong.algo.log_ratio import (
     off_policy_mask,
     sequence_log_ratio,
 )
-from furlong.config.sections import AlgoFlags
+from furlong.config.sections import AlgoFlags, OpdFlags
 from furlong.core.algorithms import find_algorithm
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metric, Metrics
 from furlong.errors import DataError
-from furlong.interfaces import TokenStats
+from furlong.interfaces import HeadOutput, TokenStats
 
 PgReducer = Callable[[Tensor, MicroBatch], Tensor]
 CustomLossFn = Callable[[MicroBatch, TokenStats], tuple[Tensor, Metrics]]
@@ -129,16 +130,24 @@ class PolicyLoss:
     not even multiplied by 0.
 
     loss = pg_loss - entropy_coef * entropy + kl_loss_coef * kl, each summed with `weight_R`, + positive_nll_coef * the
-    negative log-likelihood of samples with a reward above 0, summed with the column `positive_weights`.
+    negative log-likelihood of samples with a reward above 0, summed with the column `positive_weights`, + opd_kl_coef *
+    the reverse KL to a teacher for --opd-loss topk and full (for sampled it is in the advantages).
     """
 
     needs_logits = False
     needs_entropy = True  # a metric even if it is not in the loss
 
     def __init__(
-        self, flags: AlgoFlags, *, correction: CustomCorrection | None = None, pg_reducer: PgReducer | None = None
+        self,
+        flags: AlgoFlags,
+        *,
+        opd: OpdFlags | None = None,
+        correction: CustomCorrection | None = None,
+        pg_reducer: PgReducer | None = None,
     ) -> None:
-        self.flags = flags
+        self.flags, self.opd = flags, opd or OpdFlags()
+        outputs: dict[str, HeadOutput] = {"topk": "top_log_probs", "full": "teacher_kl"}
+        self.head_output = outputs.get(self.opd.opd_loss, "") if self.opd.use_opd else ""
         self.algorithm = find_algorithm(flags.advantage_estimator)
         upper = flags.eps_clip_high
         self.eps_low = flags.eps_clip
@@ -178,6 +187,10 @@ class PolicyLoss:
             means["kl_loss"] = kl_R
             if flags.kl_loss_coef != 0:
                 loss = loss + flags.kl_loss_coef * (kl_R * weight_R).sum()
+        if self.opd.use_opd:
+            means |= self._distillation(micro, stats, keep_R)
+            if self.head_output:
+                loss = loss + self.opd.opd_kl_coef * (means["opd_reverse_kl"] * weight_R).sum()
         if (rollout_R := micro.columns.get("rollout_log_probs")) is not None:
             means |= mismatch_metrics(train_R, rollout_R, micro.mask_R)
         return loss, loss_metrics(sums={"loss": loss} | sums, means_R=means, weight_R=weight_R)
@@ -200,6 +213,24 @@ class PolicyLoss:
         dropped_R = off_policy_mask(token_log_ratio_R, advantages_R, *sequences, delta=self.flags.opsm_delta)
         metrics["opsm_clipfrac"] = dropped_R
         return torch.where(dropped_R > 0, 0.0, terms.loss_R), metrics
+
+    def _distillation(self, micro: MicroBatch, stats: TokenStats, keep_R: Tensor) -> dict[str, Tensor]:
+        """Return the reverse KL to the teacher of each token, and the probability of the tokens that it compares."""
+        if self.opd.opd_loss == "sampled":
+            return {"opd_reverse_kl": column(micro, "opd_reverse_kl")}
+        if self.opd.opd_loss == "full":
+            if stats.teacher_kl_R is None:
+                raise DataError("--opd-loss full needs the teacher in the trainer; give --opd-teacher-load")
+            return {"opd_reverse_kl": torch.where(keep_R, stats.teacher_kl_R, 0.0)}
+        teacher_RK = column(micro, "teacher_top_log_probs")
+        assert stats.top_log_probs_RK is not None  # `head_output`
+        if (is_aligned_R := micro.columns.get("teacher_mask")) is not None:
+            keep_R = keep_R & (is_aligned_R > 0)
+        return {
+            "opd_reverse_kl": top_k_kl(stats.top_log_probs_RK, teacher_RK, keep_R),
+            "opd_topk_mass_student": stats.top_log_probs_RK.exp().sum(-1),
+            "opd_topk_mass_teacher": teacher_RK.exp().sum(-1),
+        }
 
 
 def tis_correction(flags: AlgoFlags) -> CustomCorrection:

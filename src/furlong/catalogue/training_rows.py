@@ -301,4 +301,50 @@ ROWS = (
         checked="The explained variance in the first rollout that trains the policy.",
         remedy="Raise --num-critic-only-steps or --critic-lr, or start from a trained critic with --critic-load.",
     ),
+    Row(
+        "OPD01",
+        "the teacher reads other texts than the policy",
+        "PR",
+        "error",
+        symptom="Distillation makes the policy worse, or its KL is huge.",
+        cause="Candidates: the teacher has another vocabulary, or expects another chat template; or it was asked at "
+        "another temperature or for other tokens.",
+        checked="The tokenizer of --opd-teacher-load against that of --hf-checkpoint, and the sizes of both models; "
+        "the teacher's log-probs of the first responses: those of random tokens, or lower.",
+        remedy="Use a teacher with the tokenizer of --hf-checkpoint, and the chat template that it was trained on.",
+    ),
+    Row(
+        "OPD02",
+        "the teacher is the policy",
+        "R",
+        "warning",
+        symptom="train/opd_reverse_kl is 0, and distillation changes nothing.",
+        cause="The teacher has the policy's weights: --opd-teacher-load names them or another --opd-teacher-ckpt-step, "
+        "a server has not loaded the teacher, or the policy was started from the teacher (--load, --ref-load).",
+        checked="The KL to the teacher before the first update is 0.",
+        remedy="Check the teacher's folder or server, and --load and --ref-load.",
+    ),
+    Row(
+        "OPD03",
+        "the KL to the teacher does not fall",
+        "R",
+        "warning",
+        symptom="train/opd_reverse_kl stays where it began.",
+        cause="Candidates: the learning rate or --opd-kl-coef is too low, rewards pull the other way, the samples are "
+        "too old, or the teacher knows something that the policy does not see, such as a privileged prompt.",
+        checked="The KL of the last 16 of 64 rollouts against that of the first 16.",
+        remedy="Raise --lr or --opd-kl-coef; lower --opd-task-reward-coef; use --opd-loss topk or full, with less "
+        "variance.",
+    ),
+    Row(
+        "OPD04",
+        "the teacher's temperature is unknown",
+        "P",
+        "info",
+        symptom="The KL to the teacher does not fall below a constant.",
+        cause="A server returns log-probs at temperature 1 unless it is asked for another one, and the policy's are "
+        "those at --rollout-temperature.",
+        checked="--rollout-temperature is not 1, and a function of yours asks the teacher.",
+        remedy="Ask the teacher at --rollout-temperature, or use --opd-teacher-urls or --opd-type trainer.",
+    ),
 )

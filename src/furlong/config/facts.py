@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from furlong.config.engine_groups import is_split, served_models
 from furlong.config.sections import Config
+from furlong.core.algorithms import Role
 from furlong.core.model_config import read_json
 from furlong.core.routing import RoutingShape
 
@@ -52,6 +54,28 @@ def model_folder(config: Config, run_folder: Path) -> Path | None:
     if flags.save_hf is not None:
         return Path(flags.save_hf)
     return run_folder / "model" if flags.save_model and config.cluster.actor_num_nodes == 1 else None
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that is not trained, by the flag with its folder; `step` selects a checkpoint there."""
+
+    role: Role
+    flag: str
+    load: str
+    step_flag: str
+    step: int | None
+
+
+def frozen_models(config: Config) -> list[FrozenModel]:
+    """Return the frozen models whose folders are given: the reference (or initial weights, as in slime), a teacher."""
+    flags, opd, models = config.checkpoint, config.opd, list[FrozenModel]()
+    if flags.ref_load is not None:
+        models.append(FrozenModel("ref", "--ref-load", flags.ref_load, "--ref-ckpt-step", flags.ref_ckpt_step))
+    if opd.has_teacher_model and opd.opd_teacher_load is not None:
+        step = ("--opd-teacher-ckpt-step", opd.opd_teacher_ckpt_step)
+        models.append(FrozenModel("teacher", "--opd-teacher-load", opd.opd_teacher_load, *step))
+    return models
 
 
 def read_model_config(config: Config) -> dict[str, Any]:

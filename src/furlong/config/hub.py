@@ -191,7 +191,8 @@ def cached_model(text: str) -> str:
     return text if folder is None else str(folder)
 
 
-_ROWS = {"hf_checkpoint": "CKPT07", "load": "CKPT01", "ref_load": "CKPT01"}  # of the diagnoses
+_CHECKPOINTS = ("load", "ref_load", "opd_teacher_load")
+_ROWS = {"hf_checkpoint": "CKPT07"} | dict.fromkeys(_CHECKPOINTS, "CKPT01")  # of the diagnoses
 
 
 def recorded_commits(config: Config) -> Commits:

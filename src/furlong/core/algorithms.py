@@ -16,7 +16,7 @@ from furlong.errors import ConfigError
 Baseline = Literal["group_mean_std", "group_mean", "leave_one_out", "none"]
 Aggregation = Literal["rollout", "token", "constant"]
 Role = Literal["actor", "critic", "ref", "old_actor", "teacher"]
-Read = Literal["old_log_probs", "ref_log_probs", "entropy", "routes", "old_actor"]
+Read = Literal["old_log_probs", "ref_log_probs", "entropy", "routes", "old_actor", "top_ids", "teacher"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Pass:
 
 LOG_PROB_PASSES = (
     Pass("ref", "ref_log_probs", "ref_log_probs", ("ref_log_probs",)),
-    Pass("actor", "old_log_probs", "log_probs", ("old_log_probs", "entropy", "routes", "old_actor")),
+    Pass("actor", "old_log_probs", "log_probs", ("old_log_probs", "entropy", "routes", "old_actor", "top_ids")),
+    Pass("teacher", "teacher_log_probs", "teacher", ("teacher",)),  # after the policy's, which may select its tokens
 )
 
 

@@ -167,10 +167,12 @@ class MicroBatch:
     seq_of_R: the sequence, 0..S-1; mask_R float32: 1 for trained tokens.
     weight_R float32: mask over the global denominator. A loss is `(per_token_R * weight_R).sum()`, so losses of
     micro-batches and ranks add up to the loss of the step (see algo.reduce).
-    columns: float32 [R] each, e.g. `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `advantages`.
+    columns: float32 [R] each, e.g. `old_log_probs`, `ref_log_probs`, `rollout_log_probs`, `advantages`; [R, K] for the
+    tokens that a teacher scored, `teacher_top_ids` and `teacher_top_log_probs`.
     rows [S]: the samples of the batch.
     routed_experts_TLK: int16 on the host, the engine's routing of each token in each layer, -1 if unknown.
     policy_routes: the routing of this rank's tokens in an earlier pass, in the backend's format.
+    teacher_hidden_RD: the input of the teacher's head, if the loss compares the whole vocabulary.
     step_tokens, step_samples: totals of the optimizer step over all ranks; 0 if unknown.
     host: what `host_index` returns, if it was kept.
     """
@@ -187,6 +189,7 @@ class MicroBatch:
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     routed_experts_TLK: Tensor | None = None
     policy_routes: Tensor | None = None
+    teacher_hidden_RD: Tensor | None = None
     step_tokens: int = 0
     step_samples: int = 0
     host: HostIndex | None = None

@@ -22,7 +22,7 @@ from furlong.errors import CheckpointError, DataError
 from furlong.files.checkpoint_folder import read_object
 from furlong.files.manifest import file_checksum
 
-InputKind = Literal["data", "tokenizer", "chat-template", "config", "weights", "reference"]
+InputKind = Literal["data", "tokenizer", "chat-template", "config", "weights", "reference", "teacher"]
 
 INPUTS = "inputs.json"  # in a checkpoint folder
 MAX_THREADS = 4

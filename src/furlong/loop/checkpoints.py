@@ -56,7 +56,7 @@ from furlong.interfaces import Parts
 logger = logging.getLogger(__name__)
 
 GROUPS = "groups.safetensors"
-WEIGHTS: tuple[InputKind, ...] = ("weights", "reference")
+WEIGHTS: tuple[InputKind, ...] = ("weights", "reference", "teacher")
 SMALL_INPUTS: tuple[InputKind, ...] = ("data", "tokenizer", "chat-template", "config")
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from furlong.config.sections import CheckpointFlags
+from furlong.config.facts import frozen_models
+from furlong.config.sections import Config
 from furlong.core.model_config import read_json
 from furlong.errors import CheckpointError, ConfigError
 from furlong.files.checkpoint_folder import find_foreign_weights, is_first_start
@@ -30,22 +31,23 @@ def is_quantized(folder: Path) -> bool:
     return bool(quantization_settings(read_json(folder / "config.json")))
 
 
-def trainer_folders(flags: CheckpointFlags, model_dir: Path, *, uses_reference: bool) -> dict[str, Path]:
-    """Return the folders that initial policy and reference are loaded from, by the flag that names them.
+def trainer_folders(config: Config, model_dir: Path) -> dict[str, Path]:
+    """Return the folders that initial policy and frozen models are loaded from, by the flag that names them.
 
     --hf-checkpoint is left out if all weights come from --load or --ref-load. Raises CheckpointError if a named
     checkpoint is missing.
     """
-    load, ref = flags.load, flags.ref_load
+    flags, load = config.checkpoint, config.checkpoint.load
     folders: dict[str, Path] = {}
     if load is not None and (start := find_foreign_weights(Path(load), step=flags.ckpt_step)) is not None:
         folders["--load"] = start
     has_start = bool(folders) or (
         load is not None and not is_first_start(Path(load), None if flags.save is None else Path(flags.save))
     )
-    if ref is not None and (frozen := find_foreign_weights(Path(ref), step=flags.ref_ckpt_step)) is not None:
-        folders["--ref-load"] = frozen
-    if ref is None and (uses_reference or not has_start):
+    for model in frozen_models(config):
+        if (frozen := find_foreign_weights(Path(model.load), step=model.step)) is not None:
+            folders[model.flag] = frozen
+    if flags.ref_load is None and (config.algo.uses_reference or not has_start):
         folders["--hf-checkpoint"] = model_dir
     return folders
 

@@ -114,15 +114,15 @@ class TrainingSetup:
     """Settings that determine the trainer's memory on one rank.
 
     tokens: per micro-batch on this rank (--max-tokens-per-gpu, or a longer sample). shards: ranks that share a copy of
-    the model; with a Megatron `layout`, all training ranks. frozen_models: reference, teacher, old actor. whole_layers:
-    --recompute-activations. is_offloaded: moments are in host memory except during the optimizer step, and with
-    `offloads_masters` so are float32 master weights. on_cpu: train on the CPU, where layers are not compiled and
-    recomputed only on request.
+    the model; with a Megatron `layout`, all training ranks. frozen_models: reference, teacher and old actor, in models
+    of the policy's size. whole_layers: --recompute-activations. is_offloaded: moments are in host memory except during
+    the optimizer step, and with `offloads_masters` so are float32 master weights. on_cpu: train on the CPU, where
+    layers are not compiled and recomputed only on request.
     """
 
     tokens: int
     shards: int = 1
-    frozen_models: int = 0
+    frozen_models: float = 0
     whole_layers: bool = False
     is_offloaded: bool = False
     offloads_masters: bool = False
@@ -199,7 +199,7 @@ class PipelineStage:
             "weights": (2 if setup.is_half else 4) * self.parameters,
             "master_weights": 4 * self.stepped if setup.is_half and not setup.offloads_masters else 0,
             "moments": 0 if setup.is_offloaded else 4 * setup.num_moments * self.stepped,
-            "frozen models": (2 if setup.is_half else 4) * setup.frozen_models * self.parameters,
+            "frozen models": int((2 if setup.is_half else 4) * setup.frozen_models * self.parameters),
         }
         return {name: size for name, size in parts.items() if size}
 
@@ -275,7 +275,7 @@ def resting(model: ModelSize, setup: TrainingSetup) -> dict[str, int]:
         "weights": (2 if is_copied else 4) * share,
         "master_weights": 4 * share if is_copied and not setup.offloads_masters else 0,
         "moments": 0 if setup.is_offloaded else 4 * setup.num_moments * share,
-        "frozen models": (2 if setup.is_half else 4) * setup.frozen_models * share,
+        "frozen models": int((2 if setup.is_half else 4) * setup.frozen_models * share),
     }
     return {name: size for name, size in parts.items() if size}
 

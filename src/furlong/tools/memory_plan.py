@@ -162,6 +162,18 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
     )
 
 
+def _teacher_size(config: Config) -> float:
+    """Return the parameters of a teacher in the trainer as a multiple of the policy's; the same without a config."""
+    if not config.opd.has_teacher_model:
+        return 0.0
+    try:
+        paths = (config.opd.opd_teacher_load, config.rollout.hf_checkpoint)
+        teacher, policy = (ModelSize.read(read_json(Path(str(path)) / "config.json")).parameters for path in paths)
+    except ConfigError:
+        return 1.0
+    return teacher / policy
+
+
 def _on_host(config: Config, topology: Topology, model: ModelSize, setup: TrainingSetup) -> Phase | None:
     """Predict the host memory of all ranks of a machine."""
     sleeps = topology.is_colocated and bool(config.cluster.offload_train)
@@ -224,7 +236,7 @@ def training_of(
     return TrainingSetup(
         tokens=max(min(tokens, most), longest),
         shards=max(topology.num_ranks // (1 if is_megatron else train.dp_replicate_size), 1),
-        frozen_models=int(algo.use_kl_loss or bool(algo.kl_coef)) + int(algo.keep_old_actor),
+        frozen_models=int(algo.uses_reference) + int(algo.keep_old_actor) + _teacher_size(config),
         whole_layers=train.recompute_activations,
         is_offloaded=config.optim.offload_optimizer_states or config.optim.optimizer_cpu_offload,
         offloads_masters=config.optim.optimizer_cpu_offload,

@@ -20,7 +20,7 @@ from furlong.core.device_memory import MemoryTransfer, total_transfer
 from furlong.core.metric import Metrics
 from furlong.errors import TrainerError
 from furlong.files.atomic import PendingFiles
-from furlong.interfaces import LossFn, TokenStats
+from furlong.interfaces import HeadOutput, LossFn, TokenStats
 from furlong.training.offload import HostOffload
 
 
@@ -63,8 +63,19 @@ class Backend(ABC):
         """The torch.device that micro-batches must be on."""
 
     @abstractmethod
-    def log_probs(self, micro: MicroBatch, *, model: Role = "actor", entropy: bool = False) -> TokenStats:
-        """Compute log-probs, of the critic values, of the response tokens under one of the models, without gradient."""
+    def log_probs(
+        self,
+        micro: MicroBatch,
+        *,
+        model: Role = "actor",
+        entropy: bool = False,
+        head: HeadOutput = "",
+        top_k: int = 0,
+    ) -> TokenStats:
+        """Compute log-probs, of the critic values, of the response tokens under one of the models, without gradient.
+
+        head: what else to compute; top_k: the number of likeliest tokens.
+        """
 
     def quantized_log_probs(self, micro: MicroBatch) -> TokenStats | None:
         """Compute the policy's log-probs with the values of the engine's quantized weights.
@@ -140,7 +151,13 @@ class PipelinedBackend(Backend):
 
     @abstractmethod
     def log_probs_of(
-        self, micros: Sequence[MicroBatch], *, model: Role = "actor", entropy: bool = False
+        self,
+        micros: Sequence[MicroBatch],
+        *,
+        model: Role = "actor",
+        entropy: bool = False,
+        head: HeadOutput = "",
+        top_k: int = 0,
     ) -> list[TokenStats]:
         """Run `log_probs` on each micro-batch; results in the same order."""
 
@@ -180,7 +197,7 @@ class RoleModels(Generic[M, Opt]):
         self,
         folders: Mapping[Role, Path],
         *,
-        load: Callable[[Path], M],
+        load: Callable[[Role, Path], M],
         new: Callable[[], M],
         offload: Callable[[TrainedModel[M, Opt]], MemoryTransfer],
         onload: Callable[[TrainedModel[M, Opt]], MemoryTransfer],
@@ -230,7 +247,7 @@ class RoleModels(Generic[M, Opt]):
         if role not in self._of:
             if role not in self._folders:
                 raise TrainerError(f"this run has no model {role!r}, only {sorted({*self._folders, *self._of})}")
-            self._of[role] = TrainedModel(self._load(self._folders[role]))
+            self._of[role] = TrainedModel(self._load(role, self._folders[role]))
         return self._of[role]
 
     def built(self) -> dict[Role, TrainedModel[M, Opt]]:

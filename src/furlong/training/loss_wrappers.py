@@ -11,24 +11,34 @@ from torch import Tensor
 
 from furlong.core.batch import FloatArray, IntArray, MicroBatch, RolloutBatch
 from furlong.core.metric import Metric, Metrics
-from furlong.interfaces import LossFn, TokenStats
+from furlong.interfaces import HeadOutput, LossFn, TokenStats
+
+HEAD_OUTPUTS: dict[HeadOutput, str] = {  # and the field of TokenStats
+    "top_ids": "top_ids_RK",
+    "top_log_probs": "top_log_probs_RK",
+    "hidden": "hidden_RD",
+    "teacher_kl": "teacher_kl_R",
+}
 
 
 @dataclass(frozen=True)
 class StatsRequest:
     """Outputs of a forward pass per response token, in addition to the log-prob.
 
-    entropy_grad: the entropy needs a gradient.
+    entropy_grad: the entropy needs a gradient. head: what else the head computes; top_k: for "top_ids".
     """
 
     entropy: bool = False
     entropy_grad: bool = False
     logits: bool = False
+    head: HeadOutput = ""
+    top_k: int = 0
 
     @staticmethod
     def of(loss: LossFn) -> StatsRequest:
         """Return what `loss` reads."""
-        return StatsRequest(loss.needs_entropy, loss.entropy_grad, loss.needs_logits)
+        head: HeadOutput = getattr(loss, "head_output", "")
+        return StatsRequest(loss.needs_entropy, loss.entropy_grad, loss.needs_logits, head)
 
 
 class LossRecorder:
@@ -43,6 +53,7 @@ class LossRecorder:
         self.needs_entropy = loss is not None and loss.needs_entropy
         self.entropy_grad = loss is not None and loss.entropy_grad
         self.needs_logits = loss is None or loss.needs_logits
+        self.head_output: HeadOutput = getattr(loss, "head_output", "")
         self.keeps_tokens, self.reports_log_probs = loss is None, False
         self._parts: list[tuple[IntArray, TokenStats]] = []
 
@@ -81,8 +92,9 @@ class LossRecorder:
 
 
 def filled_column(batch: RolloutBatch, parts: Sequence[tuple[IntArray, Tensor]], *, rest: float) -> FloatArray:
-    """Return a column [response tokens of `batch`] from values of some rows; tokens of other rows have `rest`."""
-    filled = np.full(int(batch.response_lengths.sum()), rest, np.float32)
+    """Return a column [response tokens of `batch`, ...] from values of some rows; tokens of other rows have `rest`."""
+    shape = parts[0][1].shape[1:] if parts else ()
+    filled = np.full((int(batch.response_lengths.sum()), *shape), rest, np.float32)
     for rows, values_R in parts:
         filled[batch.response_positions(rows)] = values_R.float().cpu().numpy()
     return filled

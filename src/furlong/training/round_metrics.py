@@ -56,6 +56,7 @@ LOGGED = {
     "ref_log_probs": "ref_log_probs",
     "rollout_log_probs": "rollout_log_probs",
     "teacher_log_probs": "teacher_log_probs",
+    "teacher_mask": "opd_aligned_frac",
     "values": "values",
     "advantages": "advantages",
     "returns": "returns",

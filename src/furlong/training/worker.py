@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,22 +28,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from furlong.algo.advantage import token_advantages
+from furlong.algo.advantage import distilled, token_advantages
+from furlong.algo.distillation import reverse_kl
 from furlong.algo.log_ratio import kl_estimate
 from furlong.algo.passes import needed_passes
 from furlong.algo.reduce import step_mean
 from furlong.algo.value_loss import explained_variance
-from furlong.config.sections import AlgoFlags
+from furlong.config.sections import AlgoFlags, OpdFlags
 from furlong.core.algorithms import Pass, Read, Role
 from furlong.core.batch import FloatArray, FlopsModel, IntArray, MicroBatch, RolloutBatch, pack_micro_batch
 from furlong.core.device_memory import MemoryTransfer
 from furlong.core.metric import Metrics, maximum, mean, merge, total
 from furlong.core.tracing import heartbeat, tracer
 from furlong.core.weights import WeightSource
-from furlong.errors import CheckpointError, TrainerError
+from furlong.errors import CheckpointError, DataError, TrainerError
 from furlong.files.atomic import PendingFiles
 from furlong.files.checkpoint_folder import read_object
-from furlong.interfaces import LossFn, TokenStats
+from furlong.interfaces import HeadOutput, LossFn, TokenStats
 from furlong.training.backend_interface import (
     Backend,
     MicroBatchTooLargeError,
@@ -140,6 +142,7 @@ class RoundWorker:
         *,
         algo: AlgoFlags,
         losses: Sequence[RoleLoss],
+        opd: OpdFlags | None = None,
         packing: Packing | None = None,
         hooks: RoundHooks | None = None,
         flops: FlopsModel | None = None,
@@ -151,7 +154,7 @@ class RoundWorker:
         num_kv_heads: int | None = None,
         num_experts: int | None = None,
     ) -> None:
-        self.backend, self.algo, self.losses = backend, algo, losses
+        self.backend, self.algo, self.losses, self.opd = backend, algo, losses, opd or OpdFlags()
         self.packing, self.hooks = packing or Packing(), hooks or RoundHooks()
         self.flops, self.observer, self.ranks = flops, observer or RoundObserver(), ranks or Ranks()
         self._computes_advantages = algo.compute_advantages_and_returns and algo.loss_type != "sft_loss"
@@ -161,6 +164,7 @@ class RoundWorker:
         # State of this rollout, keyed by the rows of a micro-batch.
         self._recorded_routes: dict[bytes, Tensor] = {}
         self._step_sizes: dict[bytes, tuple[int, int]] = {}  # tokens and samples of the micro-batch's step
+        self._teacher_hidden: Tensor | None = None  # [response tokens of the batch, D] on the host
         self._old_version: int | None = None
         self._is_asleep = False
 
@@ -230,7 +234,7 @@ class RoundWorker:
 
     def _train_part(self, part: RankPart, clock: Clock) -> Metrics:
         batch, steps = part.batch, part.steps
-        self._recorded_routes = {}
+        self._recorded_routes, self._teacher_hidden = {}, None
         pairs = zip(steps, part.sizes, strict=True)
         self._step_sizes = {rows.tobytes(): sizes for micro_rows, sizes in pairs for rows in micro_rows}
         self.observer.rollout(batch)
@@ -304,8 +308,16 @@ class RoundWorker:
         tokens, samples = self._step_sizes.get(key, (0, 0))
         routes = self._recorded_routes.get(key)
         weight_R = micro.weight_R * micro.mask_R  # a hook may have cleared masks after the weights were computed
+        hidden = None
+        if self._teacher_hidden is not None:
+            hidden = self._teacher_hidden[torch.from_numpy(batch.response_positions(rows))].to(self.backend.device)
         return dataclasses.replace(
-            micro, weight_R=weight_R, policy_routes=routes, step_tokens=tokens, step_samples=samples
+            micro,
+            weight_R=weight_R,
+            policy_routes=routes,
+            teacher_hidden_RD=hidden,
+            step_tokens=tokens,
+            step_samples=samples,
         )
 
     def _with_log_probs(self, batch: RolloutBatch, steps: list[list[IntArray]], clock: Clock) -> RolloutBatch:
@@ -316,7 +328,7 @@ class RoundWorker:
         also: list[Read] = [name for name, is_read in reads.items() if is_read]
         custom = self.hooks.advantages is not None
         num_steps = len(steps) if any(each.role == "actor" for each in self._trained_in(batch)) else 1
-        for each in needed_passes(self.algo, num_steps, custom_advantages=custom, also=also):
+        for each in needed_passes(self.algo, num_steps, opd=self.opd, custom_advantages=custom, also=also):
             batch = self._pass(batch, steps, clock, each, policy if each.role == "actor" else each.role)
         if self.algo.keep_old_actor:
             self.backend.copy_weights("actor", "old_actor")
@@ -347,18 +359,23 @@ class RoundWorker:
     def _pass(
         self, batch: RolloutBatch, steps: list[list[IntArray]], clock: Clock, each: Pass, role: Role
     ) -> RolloutBatch:
-        """Add the column of a pass, run by `role`, over all micro-batches; with the policy's entropy if asked for.
+        """Add the column of a pass, run by `role`, over all micro-batches; with what else the run reads of its head.
 
         Values are copied to the host at the end, so that no micro-batch waits for the one before.
         """
         entropy = self.algo.use_rollout_entropy and "entropy" in each.reads
-        parts: dict[str, list[tuple[IntArray, Tensor]]] = {each.column: [], **({"entropy": []} if entropy else {})}
+        parts = defaultdict[str, list[tuple[IntArray, Tensor]]](list)
         with clock.phase(each.phase):
             micro_rows = [rows for step in steps for rows in step]
-            for rows, stats in zip(micro_rows, self._log_probs(batch, micro_rows, role, entropy=entropy), strict=True):
-                parts[each.column].append((rows, stats.output_R))
-                if entropy and stats.entropy_R is not None:
-                    parts["entropy"].append((rows, stats.entropy_R))
+            all_stats = self._log_probs(batch, micro_rows, role, entropy=entropy, head=self._head_output(each.role))
+            for rows, stats in zip(micro_rows, all_stats, strict=True):
+                values = {each.column: stats.output_R, "entropy": stats.entropy_R if entropy else None}
+                values |= {"teacher_top_ids": stats.top_ids_RK, "teacher_top_log_probs": stats.top_log_probs_RK}
+                for name, value in values.items():
+                    if value is not None:
+                        parts[name].append((rows, value))
+                if stats.hidden_RD is not None:
+                    self._keep_hidden(batch, rows, stats.hidden_RD)
                 if self._records_routes and role in REPLAYED:
                     if stats.policy_routes is None:
                         raise TrainerError(
@@ -366,27 +383,70 @@ class RoundWorker:
                         )
                     self._recorded_routes[rows.tobytes()] = stats.policy_routes
             filled = {name: filled_column(batch, values, rest=0.0) for name, values in parts.items()}
+            if (ids := filled.get("teacher_top_ids")) is not None:
+                filled["teacher_top_ids"] = ids.astype(np.int32)
         return batch.with_columns(**filled)
 
+    def _head_output(self, role: Role) -> HeadOutput:
+        """Return what a model's pass computes for distillation, besides log-probs."""
+        if not self.opd.has_teacher_model:
+            return ""
+        outputs: dict[tuple[str, Role], HeadOutput] = {
+            ("topk", "actor"): "top_ids",
+            ("topk", "teacher"): "top_log_probs",
+            ("full", "teacher"): "hidden",
+        }
+        return outputs.get((self.opd.opd_loss, role), "")
+
+    def _keep_hidden(self, batch: RolloutBatch, rows: IntArray, hidden_RD: Tensor) -> None:
+        if self._teacher_hidden is None:
+            num_tokens = int(batch.response_lengths.sum())
+            self._teacher_hidden = torch.zeros(num_tokens, hidden_RD.shape[1], dtype=hidden_RD.dtype)
+        self._teacher_hidden[torch.from_numpy(batch.response_positions(rows))] = hidden_RD.cpu()
+
     def _log_probs(
-        self, batch: RolloutBatch, micro_rows: list[IntArray], role: Role, *, entropy: bool
+        self, batch: RolloutBatch, micro_rows: list[IntArray], role: Role, *, entropy: bool, head: HeadOutput
     ) -> Iterable[TokenStats]:
+        micros = (self._micro(batch, rows) for rows in micro_rows)
+        also: dict[str, Any] = {"model": role, "entropy": entropy}
+        also |= {"head": head, "top_k": self.opd.opd_log_prob_top_k} if head else {}
         if isinstance(self.backend, PipelinedBackend):
-            micros = [self._micro(batch, rows) for rows in micro_rows]
-            return self.backend.log_probs_of(micros, model=role, entropy=entropy)
-        return (self.backend.log_probs(self._micro(batch, rows), model=role, entropy=entropy) for rows in micro_rows)
+            return self.backend.log_probs_of(list(micros), **also)
+        return (self.backend.log_probs(micro, **also) for micro in micros)
+
+    def _with_distillation(self, batch: RolloutBatch, old: FloatArray | None) -> RolloutBatch:
+        """Add `opd_reverse_kl`, which advantages are lowered by, for --opd-loss sampled."""
+        if not self.opd.use_opd or self.opd.opd_loss != "sampled":
+            return batch
+        teacher = batch.columns.get("teacher_log_probs")
+        if teacher is None or old is None:
+            missing = "teacher_log_probs" if teacher is None else "rollout_log_probs"
+            raise DataError(
+                f"--use-opd: the rollout has no {missing}; with --opd-type sglang the teachers of --opd-teacher-urls, "
+                "or your reward function or its post-processing, must set Sample.teacher_log_probs"
+            )
+        kept_R = torch.from_numpy(batch.loss_masks) > 0
+        if (is_aligned := batch.columns.get("teacher_mask")) is not None:
+            kept_R &= torch.from_numpy(is_aligned) > 0
+        kl_R = reverse_kl(torch.from_numpy(old), torch.from_numpy(teacher), kept_R)
+        return batch.with_columns(opd_reverse_kl=kl_R.numpy())
 
     def _with_advantages(self, batch: RolloutBatch) -> RolloutBatch:
         if not self._computes_advantages:
             return batch
         old = batch.columns.get("rollout_log_probs" if self.algo.use_rollout_logprobs else "old_log_probs")
         ref, values, turns = (batch.columns.get(name) for name in ("ref_log_probs", "values", "turn_rewards"))
+        batch = self._with_distillation(batch, old)
+        opd_kl = batch.columns.get("opd_reverse_kl")
+        opd_kl_R = None if opd_kl is None else torch.from_numpy(opd_kl)
         if self.hooks.advantages is not None:
             kl = np.zeros(len(batch.loss_masks), np.float32)  # as in slime without --kl-coef
             if self.algo.kl_coef and old is not None and ref is not None:
                 kl = kl_estimate(torch.from_numpy(old), torch.from_numpy(ref), self.algo.kl_loss_type).numpy()
             provides = ("advantages", "returns") if self.algo.uses_critic else ("advantages",)
-            return apply_hook(batch.with_columns(kl=kl), self.hooks.advantages, provides=provides)
+            batch = apply_hook(batch.with_columns(kl=kl), self.hooks.advantages, provides=provides)
+            advantages_R = distilled(torch.from_numpy(batch.columns["advantages"]), self.opd, opd_kl_R)
+            return batch.with_columns(advantages=advantages_R.numpy())
         advantages_R, returns_R = token_advantages(
             self.algo,
             rewards_S=torch.from_numpy(batch.rewards),
@@ -396,6 +456,8 @@ class RoundWorker:
             ref_log_probs_R=None if ref is None else torch.from_numpy(ref),
             values_R=None if values is None else torch.from_numpy(values),
             turn_rewards_R=None if turns is None else torch.from_numpy(turns),
+            opd=self.opd,
+            opd_kl_R=opd_kl_R,
             reduce=self.ranks.reduce,
         )
         return batch.with_columns(advantages=advantages_R.numpy(), returns=returns_R.numpy())

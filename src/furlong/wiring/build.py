@@ -18,7 +18,7 @@ from furlong.config.command_line import Resolved, command_of, without_credential
 from furlong.config.critic import critic_settings
 from furlong.config.engine_groups import is_split, trained_model
 from furlong.config.evaluation import used_eval_specs
-from furlong.config.facts import gets_random_key, model_folder
+from furlong.config.facts import FrozenModel, frozen_models, gets_random_key, model_folder
 from furlong.config.hooks import usable_hooks
 from furlong.config.sections import Config
 from furlong.config.topology import uses_ray
@@ -31,7 +31,7 @@ from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts, RunMonito
 from furlong.errors import ConfigError
 from furlong.files.checkpoint_folder import find_checkpoint, find_foreign_weights, find_resume_folder
 from furlong.files.manifest import MANIFEST
-from furlong.files.run_inputs import RunInput, RunInputs
+from furlong.files.run_inputs import InputKind, RunInput, RunInputs
 from furlong.inference.supervisor.launch import check_startable
 from furlong.interfaces import DataSource, Parts, Tracker
 from furlong.loop.checkpoints import Checkpoints
@@ -403,8 +403,7 @@ def _inputs(context: RunContext) -> Iterator[RunInput]:
     yield RunInput("chat-template", template_source, settings=lambda: template)
     yield RunInput("config", f"{source} ({', '.join(CONFIG_FILES)})", (), partial(_contents, folder, CONFIG_FILES))
     yield RunInput("weights", f"{source} (weights)", _weight_files(folder))
-    if config.checkpoint.ref_load is not None:
-        yield _reference(context, Path(config.checkpoint.ref_load))
+    yield from map(_frozen, frozen_models(config))
 
 
 def prompt_files(paths: Iterable[str]) -> RunInput:
@@ -414,18 +413,20 @@ def prompt_files(paths: Iterable[str]) -> RunInput:
     return RunInput("data", f"--prompt-data {' '.join(different)}", files)
 
 
-def _reference(context: RunContext, folder: Path) -> RunInput:
-    """The reference model: weights and config of a Hugging Face folder, or the manifest of a checkpoint."""
-    source, step = f"--ref-load {folder}", context.config.checkpoint.ref_ckpt_step
+def _frozen(model: FrozenModel) -> RunInput:
+    """A frozen model: weights and config of a Hugging Face folder, or the manifest of a checkpoint."""
+    folder, step = Path(model.load), model.step
+    name: InputKind = "reference" if model.role == "ref" else "teacher"
+    source = f"{model.flag} {folder}"
     foreign = find_foreign_weights(folder, step=step)
     if foreign is None:
-        checkpoint = find_checkpoint(folder, step=step, save_dir=None, flag="--ref-load")
+        checkpoint = find_checkpoint(folder, step=step, save_dir=None, flag=model.flag)
         assert checkpoint is not None  # without save_dir a missing checkpoint raises
-        return RunInput("reference", source, [checkpoint / MANIFEST], follows_path=True)
+        return RunInput(name, source, [checkpoint / MANIFEST], follows_path=True)
     if (foreign / "config.json").is_file():
         settings = partial(_contents, foreign, CONFIG_FILES)
-        return RunInput("reference", source, _weight_files(foreign), settings, follows_path=True)
-    return RunInput("reference", source, sorted(p for p in foreign.iterdir() if p.is_file()), follows_path=True)
+        return RunInput(name, source, _weight_files(foreign), settings, follows_path=True)
+    return RunInput(name, source, sorted(p for p in foreign.iterdir() if p.is_file()), follows_path=True)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -18,7 +18,8 @@ import torch
 from furlong.algo.policy_loss import PolicyLoss, SftLoss, metrics_only, tis_correction
 from furlong.algo.value_loss import ValueLoss
 from furlong.config.critic import critic_settings
-from furlong.config.sections import CheckpointFlags, Config
+from furlong.config.facts import frozen_models
+from furlong.config.sections import Config
 from furlong.core.algorithms import Role
 from furlong.core.batch import RolloutBatch
 from furlong.core.model_config import read_json
@@ -88,6 +89,7 @@ def build_worker(context: RunContext, num_rollout: int, ranks: Ranks) -> RoundWo
         backend,
         algo=config.algo,
         losses=_losses(context),
+        opd=config.opd,
         packing=build_packing(config),
         hooks=_round_hooks(context, ranks),
         flops=backend.flops,
@@ -131,8 +133,11 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
             initial_optimizer = optimizer_to_continue(
                 start, loads_states=not checkpoint.no_load_optim, start=config.data.start_rollout_id
             )
+    frozen = _frozen_folders(config)
     if start is None and (not config.algo.uses_reference or is_quantized(context.model_dir)):
-        start = _role_folders(checkpoint).get("ref")  # as in slime; a checkpoint of --load replaces these weights
+        start = frozen.get("ref")  # as in slime; a checkpoint of --load replaces these weights
+    if not config.algo.uses_reference:
+        frozen.pop("ref", None)
     trained: dict[Role, RoleSettings] = {}
     total_steps = num_rollout * (config.train.num_steps_per_rollout or 1) or None
     if config.algo.uses_critic:
@@ -157,7 +162,7 @@ def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
         hf_checkpoint=context.model_dir,
         initial_weights=start,
         initial_optimizer=initial_optimizer,
-        role_folders=_role_folders(checkpoint) if config.algo.uses_reference else {},
+        role_folders=frozen,
         trained=trained,
         shares_device=bool(trained) and shares_device(context),
         dtype=context.dtype,
@@ -183,10 +188,9 @@ def shares_device(context: RunContext) -> bool:
 
 def _check_quantized(context: RunContext) -> None:
     """Raise ConfigError for a quantized folder that the trainer would load, without --dequantize."""
-    flags, algo = context.config.checkpoint, context.config.algo
-    if flags.dequantize:
+    if context.config.checkpoint.dequantize:
         return
-    folders = trainer_folders(flags, context.model_dir, uses_reference=algo.uses_reference)
+    folders = trainer_folders(context.config, context.model_dir)
     for flag, folder in folders.items():
         if (folder / "config.json").is_file():
             problem = training_problem(flag, folder, read_json(folder / "config.json"), stored_dtypes(folder))
@@ -212,18 +216,18 @@ def _megatron_hooks(context: RunContext) -> MegatronHooks:
     )
 
 
-def _role_folders(flags: CheckpointFlags) -> dict[Role, Path]:
-    """Return where to load the reference from, if not --hf-checkpoint: a Hugging Face folder, or a checkpoint."""
-    if flags.ref_load is None:
-        return {}
-    folder = Path(flags.ref_load)
-    check_has_steps("--ref-load", flags.ref_load, flags.ref_ckpt_step)
-    foreign = find_foreign_weights(folder, step=flags.ref_ckpt_step)
-    if foreign is not None:
-        return {"ref": foreign}
-    checkpoint = Checkpoints(load_dir=folder, load_step=flags.ref_ckpt_step, flag="--ref-load").find()
-    assert checkpoint is not None  # validated
-    return {"ref": checkpoint / "trainer"}
+def _frozen_folders(config: Config) -> dict[Role, Path]:
+    """Return where frozen models are loaded from, if not --hf-checkpoint: Hugging Face folders, or checkpoints."""
+    folders: dict[Role, Path] = {}
+    for model in frozen_models(config):
+        check_has_steps(model.flag, model.load, model.step)
+        foreign = find_foreign_weights(Path(model.load), step=model.step)
+        if foreign is None:
+            checkpoint = Checkpoints(load_dir=Path(model.load), load_step=model.step, flag=model.flag).find()
+            assert checkpoint is not None  # validated
+            foreign = checkpoint / "trainer"
+        folders[model.role] = foreign
+    return folders
 
 
 def _critic_folder(load: str, policy: Path) -> Path:
@@ -338,7 +342,7 @@ def _loss(context: RunContext) -> LossFn:
             per_token=config.algo.calculate_per_token_loss,
             rollouts_per_step=config.train.global_batch_size or 1,
         )
-    return PolicyLoss(config.algo, correction=correction, pg_reducer=reducer)
+    return PolicyLoss(config.algo, opd=config.opd, correction=correction, pg_reducer=reducer)
 
 
 def _round_hooks(context: RunContext, ranks: Ranks) -> RoundHooks:

@@ -169,7 +169,8 @@ def _estimator(config: Config) -> Iterator[str]:
             "rewards, and with one sample per prompt rewards cannot differ; use --n-samples-per-prompt 2 or more, or "
             "remove it"
         )
-    if row.baseline != "none" and n == 1 and algo.rewards_normalization and not has_custom_advantages:
+    compares = row.baseline != "none" and algo.rewards_normalization and not config.opd.is_alone
+    if compares and n == 1 and not has_custom_advantages:
         yield (
             f"--advantage-estimator {name} with --n-samples-per-prompt 1: the baseline of a single sample is its own "
             "reward, so every advantage would be 0; use --n-samples-per-prompt 2 or more, or --advantage-estimator "

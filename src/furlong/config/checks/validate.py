@@ -18,7 +18,7 @@ from furlong.config.checks.value_checks import (
     verifier_problem,
 )
 from furlong.config.environment_specs import environment_problems
-from furlong.config.facts import default_staleness, is_unscored, model_folder
+from furlong.config.facts import default_staleness, frozen_models, is_unscored, model_folder
 from furlong.config.flag_spec import Condition, FlagSpec, flag_specs
 from furlong.config.hooks import BUILT_IN
 from furlong.config.resolve import COPIES, Derived, derive
@@ -159,9 +159,9 @@ def _required(config: Config) -> Problems:
             f"--hf-checkpoint {rollout.hf_checkpoint} is the folder that the trained model replaces at the end; choose "
             "another --output-dir, or a folder for the trained model with --save-hf"
         )
-    reference = checkpoint.ref_load
-    if reference not in (None, rollout.hf_checkpoint) and (problem := model_problem("--ref-load", reference)):
-        yield Problem(problem, "CKPT01")
+    for model in frozen_models(config):
+        if model.load != rollout.hf_checkpoint and (problem := model_problem(model.flag, model.load)):
+            yield Problem(problem, "CKPT01")
 
 
 def _rollouts(config: Config) -> Problems:

@@ -84,3 +84,8 @@ class OpdFlags:
     def has_teacher_model(self) -> bool:
         """Whether the trainer loads the teacher."""
         return self.use_opd and self.opd_type in ("trainer", "megatron")
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether rewards do not count."""
+        return self.use_opd and self.opd_task_reward_coef == 0

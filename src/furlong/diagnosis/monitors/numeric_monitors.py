@@ -51,6 +51,10 @@ SHORT_WARM_UP = -0.1
 VALUE_LOSS, VALUE_JUMP = "train/critic-value_loss", 10.0
 
 
+# KL to a teacher: below the first, both are the same weights; a KL above the second should fall within 64 rollouts.
+TEACHER_KL, SAME_TEACHER, CLOSE_TEACHER, TEACHER_ROWS = "train/opd_reverse_kl", 1e-6, 0.05, 64
+
+
 def reference_kl(now: StepContext) -> Alert | None:
     """NUM01: KL to the reference before the first optimizer step."""
     kl = now.row.get("selftest/ref_kl", now.row.get("rollout/kl"))
@@ -377,7 +381,54 @@ def value_warm_up(now: StepContext) -> Alert | None:
     )
 
 
+def foreign_teacher(now: StepContext) -> Alert | None:
+    """OPD01: a teacher to which the first responses are noise."""
+    teacher, vocab = now.row.get("rollout/teacher_log_probs"), now.facts.vocab_size
+    if not now.facts.config.opd.use_opd or teacher is None or not now.is_first or not vocab:
+        return None
+    if teacher > -math.log(vocab) or now.row.get("rollout/log_probs", 0.0) < NEAR_CHANCE * -math.log(vocab):
+        return None
+    return now.alert(
+        "OPD01",
+        f"the teacher's mean log-prob of the first responses is {teacher:.3g} per token, and that of random tokens is "
+        f"{-math.log(vocab):.3g}",
+        severity="warning",
+        evidence={"teacher_log_probs": teacher, "vocab_size": vocab},
+    )
+
+
+def teacher_of_itself(now: StepContext) -> Alert | None:
+    """OPD02: a teacher with the weights of the policy."""
+    kl = now.row.get(TEACHER_KL)
+    if kl is None or not now.is_first or now.num_optimizer_steps > 1 or abs(kl) > SAME_TEACHER:
+        return None
+    return now.alert(
+        "OPD02", f"the KL to the teacher is {kl:.1g} before the first update: it has the policy's weights",
+        evidence={"opd_reverse_kl": kl},
+    )  # fmt: skip
+
+
+def teacher_kl(now: StepContext) -> Alert | None:
+    """OPD03: a KL to the teacher that is where it began."""
+    rows = now.recent(TEACHER_KL, TEACHER_ROWS)
+    if len(rows) < TEACHER_ROWS or not now.facts.config.opd.opd_kl_coef or now.reported("OPD02"):
+        return None
+    quarter = TEACHER_ROWS // 4
+    before, after = statistics.fmean(rows[:quarter]), statistics.fmean(rows[-quarter:])
+    if before < CLOSE_TEACHER or after < before:
+        return None
+    return now.alert(
+        "OPD03",
+        f"the KL to the teacher was {before:.3g} and is {after:.3g} after {len(rows)} rollouts",
+        evidence={"before": before, "after": after},
+        level=after,
+    )
+
+
 MONITORS = (
+    StepMonitor("OPD01", foreign_teacher),
+    StepMonitor("OPD02", teacher_of_itself),
+    StepMonitor("OPD03", teacher_kl, again=2),
     StepMonitor("TPL03", unlikely_responses),
     StepMonitor("NUM01", reference_kl, again=10),
     StepMonitor("NUM02", engine_mismatch, again=3),

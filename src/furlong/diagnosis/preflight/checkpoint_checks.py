@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.catalogue import Diagnosis, diagnosis
+from furlong.config.facts import frozen_models
 from furlong.config.topology import Topology
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
@@ -32,12 +33,12 @@ SHOWN = 8  # names of a folder's content in a message
 
 
 def folders_to_load(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CKPT01 and CKPT02: --load or --ref-load lacks the requested checkpoint."""
+    """CKPT01 and CKPT02: --load or the folder of a frozen model lacks the requested checkpoint."""
     flags = context.config.checkpoint
     save = None if flags.save is None or flags.finetune else Path(flags.save)
     for flag, path, step_flag, step, save_dir in (
         ("--load", flags.load, "--ckpt-step", flags.ckpt_step, save),
-        ("--ref-load", flags.ref_load, "--ref-ckpt-step", flags.ref_ckpt_step, None),
+        *((model.flag, model.load, model.step_flag, model.step, None) for model in frozen_models(context.config)),
     ):
         folder = Path(path or "")
         if path is None or not folder.is_dir():

@@ -10,7 +10,9 @@ from typing import Any
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.evaluation import used_eval_specs
+from furlong.config.facts import frozen_models, read_model_config
 from furlong.core.garbage import import_without_gc
+from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.data.prompt import syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
@@ -53,9 +55,10 @@ class _Weights:
 
 
 def _foreign(context: PreflightContext) -> list[_Weights]:
-    """Return the folders of --load and --ref-load that furlong did not save."""
+    """Return the folders of --load and of frozen models that furlong did not save."""
     flags = context.config.checkpoint
-    named = ("--load", flags.load, flags.ckpt_step), ("--ref-load", flags.ref_load, flags.ref_ckpt_step)
+    frozen = ((model.flag, model.load, model.step) for model in frozen_models(context.config))
+    named = ("--load", flags.load, flags.ckpt_step), *frozen
     found: list[_Weights] = []
     for flag, folder, step in named:
         if folder is None or not Path(folder).is_dir() or (Path(folder) / "ledger.jsonl").is_file():
@@ -134,9 +137,7 @@ def _quantized_problem(context: PreflightContext, each: _Weights, model: StoredM
             return problem
         if config.checkpoint.dequantize:
             return ""
-        trained = quantized.trainer_folders(
-            config.checkpoint, context.model_dir or each.folder, uses_reference=config.algo.uses_reference
-        )
+        trained = quantized.trainer_folders(config, context.model_dir or each.folder)
     except ConfigError as error:
         return f"{each.flag} {error}"
     except CheckpointError:  # reported with the checkpoint
@@ -267,25 +268,79 @@ def _tokens_without_row(
     )
 
 
-def reference_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
-    """NUM01: a reference model with another vocabulary, so that its log-probs are those of other texts."""
-    reference, tokenizer = context.config.checkpoint.ref_load, context.tokenizer
-    if reference is None or tokenizer is None or not (Path(reference) / "config.json").is_file():
+def frozen_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
+    """NUM01, OPD01: a reference or teacher with another vocabulary, so that its log-probs are those of other texts."""
+    tokenizer = context.tokenizer
+    for model in frozen_models(context.config):
+        folder, row = Path(model.load), "NUM01" if model.role == "ref" else "OPD01"
+        if tokenizer is None or not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
+            continue
+        vocab, other = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
+        moved = [token for token, number in vocab.items() if other.get(token) != number]
+        if len(moved) > MOVED * len(vocab):
+            name = "reference" if model.role == "ref" else "teacher"
+            yield diagnosis(
+                row,
+                f"{model.flag} {folder}: {len(moved)} of the {len(vocab)} tokens of --hf-checkpoint "
+                f"{context.model_dir} have another id there or none (for example {moved[0]!r})",
+                cause="Its log-probs would be those of other texts, or of tokens that it lacks.",
+                remedy=f"use a {name} with the tokenizer of --hf-checkpoint, or remove {model.flag}",
+                evidence={"moved": len(moved), "tokens": len(vocab)},
+            )
+
+
+# Sizes of a model that a Megatron-core layout is built for.
+LAYOUT_KEYS = (
+    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
+    *("num_key_value_heads", "head_dim", "tie_word_embeddings", "num_experts"),
+)
+
+
+def teacher_sizes(context: PreflightContext) -> Iterator[Diagnosis]:
+    """OPD01: a teacher that cannot be compared with the policy, or built in its layout."""
+    config, load = context.config, context.config.opd.opd_teacher_load
+    if not config.opd.has_teacher_model or load is None or not (Path(load) / "config.json").is_file():
         return
-    folder = Path(reference)
-    if not (folder / "tokenizer.json").is_file():
-        return
-    vocab, other = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
-    moved = [token for token, number in vocab.items() if other.get(token) != number]
-    if len(moved) > MOVED * len(vocab):
+    teacher, policy = read_json(Path(load) / "config.json"), read_model_config(config)
+    if config.train.train_backend == "megatron":
+        different = [key for key in LAYOUT_KEYS if teacher.get(key) != policy.get(key)]
+        if different and policy:
+            each = ", ".join(f"{key} {teacher.get(key)} and not {policy.get(key)}" for key in different)
+            yield diagnosis(
+                "OPD01",
+                f"--opd-teacher-load {load} is another architecture than --hf-checkpoint {context.model_dir}: {each}",
+                cause="With --train-backend megatron, teacher and policy share one parallel layout.",
+                remedy="use --train-backend fsdp, or serve the teacher and name it with --opd-teacher-urls",
+                evidence={"different": different},
+            )
+            return
+    rows, needed = teacher.get("vocab_size"), policy.get("vocab_size")
+    if config.opd.opd_loss != "sampled" and rows and needed and rows < needed:
         yield diagnosis(
-            "NUM01",
-            f"--ref-load {folder}: {len(moved)} of the {len(vocab)} tokens of --hf-checkpoint {context.model_dir} have "
-            f"another id there or none (for example {moved[0]!r})",
-            cause="Its log-probs would be those of other texts, or of tokens that it lacks.",
-            remedy="use a reference with the tokenizer of --hf-checkpoint, or remove --ref-load",
-            evidence={"moved": len(moved), "tokens": len(vocab)},
+            "OPD01",
+            f"--opd-teacher-load {load} has logits of {rows} tokens, and --hf-checkpoint {context.model_dir} of "
+            f"{needed}",
+            cause=f"--opd-loss {config.opd.opd_loss} compares tokens that the teacher lacks.",
+            remedy="use --opd-loss sampled, or a teacher with at least as many",
+            evidence={"teacher": rows, "policy": needed},
         )
 
 
-CHECKS = (weights, embedding, tied_head, reference_tokens)
+def teacher_temperature(context: PreflightContext) -> Iterator[Diagnosis]:
+    """OPD04: a function that asks a teacher, at a temperature that nothing here sets."""
+    config, path = context.config, context.config.reward.custom_rm_path
+    temperature = config.rollout.rollout_temperature
+    is_own = path is not None and path.partition(".")[0] not in ("slime", "miles", "furlong")
+    if config.opd.use_opd and not config.opd.has_teacher_model and is_own and temperature != 1:
+        if config.opd.opd_teacher_urls:
+            return
+        yield diagnosis(
+            "OPD04",
+            f"--custom-rm-path {path} with --rollout-temperature {temperature:g}: the log-probs must be "
+            "those of the teacher at this temperature",
+            remedy='send "temperature": args.rollout_temperature in its sampling_params',
+            evidence={"temperature": temperature},
+        )
+
+
+CHECKS = (weights, embedding, tied_head, frozen_tokens, teacher_sizes, teacher_temperature)

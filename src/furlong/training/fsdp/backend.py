@@ -30,7 +30,9 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from furlong.algo.distillation import TeacherHead, target_stats
 from furlong.algo.logprob import stats_from_logits, token_stats
+from furlong.algo.policy_loss import column
 from furlong.core.algorithms import Role
 from furlong.core.batch import FlopsModel, MicroBatch
 from furlong.core.device_memory import MemoryTransfer
@@ -38,7 +40,7 @@ from furlong.core.metric import Metrics
 from furlong.errors import ConfigError, TrainerError
 from furlong.files.atomic import PendingFiles
 from furlong.files.checkpoint_folder import dist_with_fsdp
-from furlong.interfaces import LossFn, TokenStats
+from furlong.interfaces import HeadOutput, LossFn, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.fake_quantization import quantized_values, round_model
 from furlong.models.model_facts import chunk_rows, forward_flops, is_worth_compiling, logits_bytes
@@ -63,7 +65,7 @@ from furlong.training.checkpoint.trainer_files import (
     step_counts,
     weights_stem,
 )
-from furlong.training.loss_wrappers import StatsRequest
+from furlong.training.loss_wrappers import HEAD_OUTPUTS, StatsRequest
 from furlong.training.megatron_lm.dist_files import is_dist_folder
 from furlong.training.offload import HostOffload
 from furlong.training.optimizer import MOMENTS, MasterOptimizer, Schedule
@@ -101,7 +103,7 @@ class FsdpBackend(Backend):
         self._compiles = settings.compile_layers
         self._models = RoleModels[PackedModel, MasterOptimizer](
             {"ref": settings.hf_checkpoint, **settings.role_folders},
-            load=lambda folder: self._load(folder, prepare=_freeze),
+            load=lambda role, folder: self._load(folder, prepare=_freeze, role=role),
             new=self._like_actor,
             offload=self._offload,
             onload=_onload,
@@ -122,6 +124,7 @@ class FsdpBackend(Backend):
         layers: Any = self.actor.model.base_model.layers if self.sharding.is_sharded else ()
         self._layer_times = LayerTimes(layers, settings.device)
         self._not_finite: NotFiniteLossError | None = None
+        self._teacher_head: tuple[Tensor, Tensor | None] | None = None  # weight and bias, while they are used
 
     @property
     def actor(self) -> PackedModel:
@@ -199,19 +202,20 @@ class FsdpBackend(Backend):
             for module in model.modules():  # but not their submodules: some routers are random in training mode
                 module.training = getattr(module, "gradient_checkpointing", False) is True
 
-    def _load(self, folder: Path, *, prepare: Prepare, is_trained: bool = False) -> PackedModel:
+    def _load(self, folder: Path, *, prepare: Prepare, is_trained: bool = False, role: Role = "actor") -> PackedModel:
         if is_dist_folder(folder):
-            flag = "--load" if is_trained else "--ref-load"
+            flag = "--load" if is_trained else "--opd-teacher-load" if role == "teacher" else "--ref-load"
             raise ConfigError(dist_with_fsdp(flag, folder, self.settings.hf_checkpoint))
         is_checkpoint = (folder / trainer_files.META).exists()
         source, dtype = self.settings.hf_checkpoint if is_checkpoint else folder, self.settings.dtype
-        packed = self.sharding.load(source, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=self._pack)
+        pack = partial(self._pack, is_rounded=role != "teacher")
+        packed = self.sharding.load(source, dtype=dtype, is_trained=is_trained, prepare=prepare, pack=pack)
         if is_checkpoint:
             meta = trainer_files.read_meta(folder)
             _load_weights(folder, meta, weights_stem("actor"), packed.model, self.sharding)
         return packed
 
-    def _pack(self, model: PreTrainedModel) -> PackedModel:
+    def _pack(self, model: PreTrainedModel, *, is_rounded: bool = True) -> PackedModel:
         if self._compiles is None:
             size = sum(p.numel() for p in model.parameters())
             self._compiles = is_worth_compiling(size, self.device, self.settings.dtype)
@@ -222,7 +226,7 @@ class FsdpBackend(Backend):
             compute_dtype=self.settings.dtype,
             context=self.sharding.context,
         )
-        if (scheme := self.settings.fake_quantization) is not None:
+        if is_rounded and (scheme := self.settings.fake_quantization) is not None:
             round_model(model, scheme)
         return packed
 
@@ -236,7 +240,15 @@ class FsdpBackend(Backend):
         """Forward FLOPs per sequence, for balancing and TFLOPS metrics."""
         return forward_flops(self.actor.model)
 
-    def log_probs(self, micro: MicroBatch, *, model: Role = "actor", entropy: bool = False) -> TokenStats:
+    def log_probs(
+        self,
+        micro: MicroBatch,
+        *,
+        model: Role = "actor",
+        entropy: bool = False,
+        head: HeadOutput = "",
+        top_k: int = 0,
+    ) -> TokenStats:
         """Compute log-probs (and entropies) of the response tokens under one of the models, without gradient.
 
         Raises TrainerError for a model that does not exist in this run.
@@ -245,8 +257,10 @@ class FsdpBackend(Backend):
         packed = self._models[model].module
         routing = self._routing(micro) if model in REPLAYED else None
         with torch.no_grad():
-            stats = self._stats(model, micro, routing, StatsRequest(entropy))
+            stats = self._stats(model, micro, routing, StatsRequest(entropy, head=head, top_k=top_k))
         reshard(packed)
+        if head == "hidden" and self._teacher_head is None:
+            self._teacher_head = self._head_of(packed)
         if routing is None or routing.own_lTK is None or self.settings.routing_replay != "policy":
             return stats
         return dataclasses.replace(stats, policy_routes=routing.own_lTK.cpu())
@@ -336,6 +350,7 @@ class FsdpBackend(Backend):
         Gradients are dropped, and so are parameters rounded from master weights: `onload` rounds them again. Until
         then, only `onload` may be called.
         """
+        self._teacher_head = None
         return self._models.offload()
 
     def _offload(self, model: FsdpModel) -> MemoryTransfer:
@@ -494,6 +509,8 @@ class FsdpBackend(Backend):
                 return (logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature,)
             if packed.is_value_model:
                 return (values(hidden_RD, head_VD, bias_V),)
+            if request.head in ("top_ids", "top_log_probs", "teacher_kl"):
+                return self._target_stats(micro, request, hidden_RD, head_VD, bias_V, local_R, packed.softcap)
             stats = token_stats(
                 hidden_RD,
                 head_VD,
@@ -505,7 +522,8 @@ class FsdpBackend(Backend):
                 bias_V=bias_V,
                 softcap=packed.softcap,
             )
-            return (stats.log_probs_R,) if stats.entropy_R is None else (stats.log_probs_R, stats.entropy_R)
+            hidden = (hidden_RD,) if request.head == "hidden" else ()
+            return (stats.log_probs_R, *(() if stats.entropy_R is None else (stats.entropy_R,)), *hidden)
 
         # logits and their gradient; the gradient of the weight in two dtypes
         head_bytes = 0 if packed.is_value_model else 2 * logits_bytes(on_cpu=on_cpu) + 6 * packed.head_VD.numel()
@@ -515,11 +533,63 @@ class FsdpBackend(Backend):
         if packed.is_value_model:
             return TokenStats(outputs[0].new_empty(0), values_R=outputs[0])
         if not request.logits:
-            return TokenStats(*outputs, rerouted_R=rerouted_R)
+            names = ["log_probs_R", *(["entropy_R"] if request.entropy else []), HEAD_OUTPUTS.get(request.head, "")]
+            return TokenStats(**dict(zip(names, outputs, strict=False)), rerouted_R=rerouted_R)
         logits_RV = outputs[0]
         options = {"entropy": request.entropy, "entropy_grad": request.entropy_grad}
         stats = stats_from_logits(logits_RV, targets_R, temperature=1.0, **options)
         return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV, rerouted_R=rerouted_R)
+
+    def _target_stats(
+        self,
+        micro: MicroBatch,
+        request: StatsRequest,
+        hidden_RD: Tensor,
+        head_VD: Tensor,
+        bias_V: Tensor | None,
+        local_R: Tensor | None,
+        softcap: float | None,
+    ) -> tuple[Tensor, ...]:
+        """Return log-probs, entropies if requested, and what else the head computes for distillation."""
+        targets_RM, teacher = micro.tokens_T[micro.response_pos_R][:, None], None
+        if request.head == "top_log_probs":
+            targets_RM = torch.cat([targets_RM, column(micro, "teacher_top_ids").long()], 1)
+        if request.head == "teacher_kl":
+            teacher_RD = micro.teacher_hidden_RD
+            assert teacher_RD is not None  # the teacher's pass came first
+            assert self._teacher_head is not None
+            teacher = TeacherHead(teacher_RD if local_R is None else teacher_RD[local_R], *self._teacher_head)
+        chunk_size, on_cpu = self.settings.train.log_probs_chunk_size, self.device.type == "cpu"
+        stats = target_stats(
+            hidden_RD,
+            head_VD,
+            targets_RM if local_R is None else targets_RM[local_R],
+            temperature=self.settings.temperature,
+            chunk_size=chunk_rows(chunk_size, (1 + (teacher is not None)) * len(head_VD), on_cpu=on_cpu),
+            entropy=request.entropy,
+            entropy_grad=request.entropy_grad,
+            bias_V=bias_V,
+            softcap=softcap,
+            teacher=teacher,
+            top_k=request.top_k if request.head == "top_ids" else 0,
+        )
+        also = {"top_ids": stats.top_ids_RK, "top_log_probs": stats.log_probs_RM[:, 1:], "teacher_kl": stats.kl_R}
+        outputs = (stats.log_probs_RM[:, 0], stats.entropy_R, also[request.head])
+        return tuple(output for output in outputs if output is not None)
+
+    def _head_of(self, packed: PackedModel) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of the teacher's head for the policy's tokens; with several ranks a collective.
+
+        Models of one tokenizer may have different numbers of rows beyond its tokens.
+        """
+        num_rows = self.actor.head_VD.shape[0]
+
+        def whole(tensor: Tensor) -> Tensor:
+            tensor = self.sharding.full(tensor, dtype=self.settings.dtype)[:num_rows]
+            return tensor.clone() if self.settings.shares_device else tensor  # the model leaves before its head is used
+
+        bias_V = packed.head_bias_V
+        return whole(packed.head_VD), None if bias_V is None else whole(bias_V)
 
     def _first_bad(self, role: Role, stats: TokenStats) -> str:
         for name, tensor in self._models[role].module.model.named_parameters():

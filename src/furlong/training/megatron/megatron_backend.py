@@ -32,7 +32,7 @@ from furlong.core.device_memory import MemoryTransfer
 from furlong.core.metric import Metrics
 from furlong.errors import CheckpointError, ConfigError, TrainerError
 from furlong.files.atomic import PendingFiles
-from furlong.interfaces import LossFn, TokenStats
+from furlong.interfaces import HeadOutput, LossFn, TokenStats
 from furlong.models import hf_model as hf
 from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.fake_quantization import fake_quantize, is_rounded, rounding_of
@@ -119,7 +119,7 @@ class MegatronBackend(PipelinedBackend):
         self._models = RoleModels[list[GPTModel], ChunkOptimizer](
             {"ref": whole, **settings.role_folders},
             load=self._load_frozen,
-            new=lambda: self._load_frozen(whole),
+            new=lambda: self._load_frozen("ref", whole),
             offload=self._offload,
             onload=_onload,
             shares_device=settings.shares_device,
@@ -158,7 +158,10 @@ class MegatronBackend(PipelinedBackend):
         if role == "critic" and chunks[-1].post_process:
             put_value_head(chunks[-1], seed=self.settings.train.seed)
         with self.ranks.agreed():
-            fill(chunks, folder, self._hf_of(role), role, seed=self.settings.train.seed)
+            stem: Role = (
+                "critic" if role == "critic" else "actor"
+            )  # a frozen model starts as the policy of a checkpoint
+            fill(chunks, folder, self._hf_of(role), stem, seed=self.settings.train.seed)
         compiled = self.settings.compile_layers
         if compiled is None:
             size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * self.layout.tensor
@@ -168,7 +171,7 @@ class MegatronBackend(PipelinedBackend):
             if chunk.post_process:
                 chunk.output_layer.forward = _hidden_states  # the head is applied to response tokens only
             self._pipeline.recompute[chunk] = prepare_layers(chunk, compiled=compiled)
-        if (scheme := self.settings.fake_quantization) is not None:
+        if role != "teacher" and (scheme := self.settings.fake_quantization) is not None:
             round_chunks(chunks, self.hf, scheme)
         return chunks
 
@@ -195,8 +198,8 @@ class MegatronBackend(PipelinedBackend):
         optimizer = ChunkOptimizer(settings, chunks, config, trained, wait=host.wait_for_deferred)
         return TrainedModel(chunks, optimizer, host)
 
-    def _load_frozen(self, folder: Path) -> list[GPTModel]:
-        return [chunk.requires_grad_(False) for chunk in self._load(folder)]
+    def _load_frozen(self, role: Role, folder: Path) -> list[GPTModel]:
+        return [chunk.requires_grad_(False) for chunk in self._load(folder, role)]
 
     @property
     def recompute(self) -> MlpRecompute:
@@ -215,16 +218,30 @@ class MegatronBackend(PipelinedBackend):
 
     # -- forward and backward
 
-    def log_probs(self, micro: MicroBatch, *, model: Role = "actor", entropy: bool = False) -> TokenStats:
+    def log_probs(
+        self,
+        micro: MicroBatch,
+        *,
+        model: Role = "actor",
+        entropy: bool = False,
+        head: HeadOutput = "",
+        top_k: int = 0,
+    ) -> TokenStats:
         """Log-probs (and entropies) of the response tokens under one of the models, without gradient."""
-        return self.log_probs_of([micro], model=model, entropy=entropy)[0]
+        return self.log_probs_of([micro], model=model, entropy=entropy, head=head, top_k=top_k)[0]
 
     def forward_backward(self, micro: MicroBatch, loss_fn: LossFn, *, model: Role = "actor") -> Metrics:
         """Accumulate the gradient of `loss_fn` over one micro-batch."""
         return self.forward_backward_of([micro], loss_fn, model=model)[0]
 
     def log_probs_of(
-        self, micros: Sequence[MicroBatch], *, model: Role = "actor", entropy: bool = False
+        self,
+        micros: Sequence[MicroBatch],
+        *,
+        model: Role = "actor",
+        entropy: bool = False,
+        head: HeadOutput = "",
+        top_k: int = 0,
     ) -> list[TokenStats]:
         """`log_probs` of several micro-batches, which the pipeline overlaps."""
         outputs: list[TokenStats] = []
@@ -239,11 +256,14 @@ class MegatronBackend(PipelinedBackend):
         if self.settings.hooks.before_log_probs is not None:
             self.settings.hooks.before_log_probs(list(chunks), "" if model in REPLAYED else f"{model}_")
         replay = self._router_replay(model, micros)
+        request = StatsRequest(entropy, head=head, top_k=top_k)
         with torch.no_grad():
-            passes = self._pipeline.run(chunks, micros, keep, StatsRequest(entropy), forward_only=True, replay=replay)
+            passes = self._pipeline.run(chunks, micros, keep, request, forward_only=True, replay=replay)
+            if head == "hidden":
+                self._pipeline.keep_teacher_head(chunks[-1])
         last = outputs or [None] * len(micros)  # the other stages have none
         stats = [
-            self._pipeline.from_last_stage(micro, stats, entropy, is_value=model == "critic")
+            self._pipeline.from_last_stage(micro, stats, request, is_value=model == "critic")
             for micro, stats in zip(micros, last, strict=True)
         ]
         if replay is None or self.settings.routing_replay != "policy":
@@ -344,6 +364,7 @@ class MegatronBackend(PipelinedBackend):
         Parameters that are rounded from master weights are discarded, and rounded again by `onload`, which must be the
         next call.
         """
+        self._pipeline.teacher_head = None
         return self._models.offload()
 
     def _offload(self, model: MegatronModel) -> MemoryTransfer:

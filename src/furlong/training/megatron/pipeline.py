@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -21,18 +22,25 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from furlong.algo.distillation import TeacherHead, target_stats
 from furlong.algo.logprob import stats_from_logits, token_stats
+from furlong.algo.policy_loss import column
 from furlong.core.batch import MicroBatch
 from furlong.core.metric import Metric, Metrics
 from furlong.interfaces import TokenStats
 from furlong.models.compiled_layers import MlpRecompute
 from furlong.models.model_facts import chunk_rows, logits_bytes
 from furlong.models.value_head import ValueHead, values
-from furlong.training.loss_wrappers import StatsRequest
+from furlong.training.loss_wrappers import HEAD_OUTPUTS, StatsRequest
 from furlong.training.megatron.moe_layers import RouterPass, RouterReplay
 from furlong.training.megatron.packed_layer import PackedMicroBatch, pack
 from furlong.training.megatron.parallel_layout import Layout
-from furlong.training.megatron.vocab_parallel_head import GatherTokens, gathered_logits, vocab_parallel_token_stats
+from furlong.training.megatron.vocab_parallel_head import (
+    GatherTokens,
+    gathered_logits,
+    vocab_parallel_token_stats,
+    vocab_shard,
+)
 from furlong.training.ranks import broadcast_json
 from furlong.training.settings import BackendSettings
 
@@ -48,6 +56,7 @@ class Pipeline:
         self.layout, self.settings, self.ties_head = layout, settings, ties_head
         self.device, self.on_cpu = settings.device, settings.device.type == "cpu"
         self.recompute: dict[GPTModel, MlpRecompute] = {}
+        self.teacher_head: Tensor | None = None  # this rank's rows, while they are used
 
     def run(
         self,
@@ -140,18 +149,57 @@ class Pipeline:
             logits_RV = self._gather(logits_RV, part, micro)
             stats = stats_from_logits(logits_RV, part.targets_R, temperature=1.0, **also)
             return TokenStats(stats.log_probs_R, stats.entropy_R, logits_RV)
+        num_logits = (1 + (request.head == "teacher_kl")) * len(weight)
         options: dict[str, Any] = {
             "temperature": self.settings.temperature,
-            "chunk_size": chunk_rows(self.settings.train.log_probs_chunk_size, len(weight), on_cpu=self.on_cpu),
+            "chunk_size": chunk_rows(self.settings.train.log_probs_chunk_size, num_logits, on_cpu=self.on_cpu),
             **also,
         }
+        if request.head in ("top_ids", "top_log_probs", "teacher_kl"):
+            return self._target_stats(hidden_RD, weight, targets_R, part, micro, request, options)
         if group.size() == 1 and len(hidden_RD):
             stats = token_stats(hidden_RD, weight, targets_R, **options)
         else:
             first = group.rank() * len(weight)
             stats = vocab_parallel_token_stats(hidden_RD, weight, targets_R, first_token=first, group=group, **options)
         entropy_R = None if stats.entropy_R is None else self._gather(stats.entropy_R, part, micro)
-        return TokenStats(self._gather(stats.log_probs_R, part, micro), entropy_R)
+        whole_RD = self._gather(hidden_RD.detach(), part, micro) if request.head == "hidden" else None
+        return TokenStats(self._gather(stats.log_probs_R, part, micro), entropy_R, hidden_RD=whole_RD)
+
+    def _target_stats(
+        self,
+        hidden_RD: Tensor,
+        weight: Tensor,
+        targets_R: Tensor,
+        part: PackedMicroBatch,
+        micro: MicroBatch,
+        request: StatsRequest,
+        options: dict[str, Any],
+    ) -> TokenStats:
+        """Return the statistics of tokens and what the head computes for distillation, from this rank's vocabulary."""
+        targets_RM, teacher = targets_R[:, None], None
+        if request.head == "top_log_probs":
+            targets_RM = torch.cat([targets_RM, column(micro, "teacher_top_ids").long()[part.response]], 1)
+        if request.head == "teacher_kl":
+            assert micro.teacher_hidden_RD is not None  # the teacher's pass came first
+            assert self.teacher_head is not None
+            teacher = TeacherHead(micro.teacher_hidden_RD[part.response], self.teacher_head)
+        group = parallel_state.get_tensor_model_parallel_group()
+        top_k = request.top_k if request.head == "top_ids" else 0
+        shard = vocab_shard(len(weight), group)
+        stats = target_stats(hidden_RD, weight, targets_RM, teacher=teacher, top_k=top_k, shard=shard, **options)
+        also = {"top_ids": stats.top_ids_RK, "top_log_probs": stats.log_probs_RM[:, 1:], "teacher_kl": stats.kl_R}
+        found = {"log_probs_R": stats.log_probs_RM[:, 0], "entropy_R": stats.entropy_R}
+        found |= {HEAD_OUTPUTS[request.head]: also[request.head]}
+        gathered = {name: None if each is None else self._gather(each, part, micro) for name, each in found.items()}
+        return TokenStats(**cast("dict[str, Any]", gathered))
+
+    def keep_teacher_head(self, chunk: GPTModel) -> None:
+        """Keep the output layer of the teacher's last chunk on the device, which the model itself may leave."""
+        plain = _unwrapped(chunk)
+        if self.teacher_head is None and plain.post_process:
+            weight = self._head_of(plain).detach()
+            self.teacher_head = weight.clone() if self.settings.shares_device else weight
 
     def _values(
         self, head: torch.nn.Linear, hidden_TD: Tensor, part: PackedMicroBatch, micro: MicroBatch
@@ -175,9 +223,13 @@ class Pipeline:
         return cast("Tensor", GatherTokens.apply(tokens, part.response, len(micro.response_pos_R), group))
 
     def from_last_stage(
-        self, micro: MicroBatch, stats: TokenStats | None, entropy: bool, *, is_value: bool
+        self, micro: MicroBatch, stats: TokenStats | None, request: StatsRequest, *, is_value: bool
     ) -> TokenStats:
-        """Broadcast the last stage's log-probs and entropies, or values, to the other stages."""
+        """Broadcast the last stage's log-probs and entropies, or values, to the other stages.
+
+        What is read by the last stage only stays there.
+        """
+        entropy = request.entropy
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() == 1:
             assert stats is not None
@@ -191,7 +243,8 @@ class Pipeline:
         dist.broadcast(rows, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         if is_value:
             return TokenStats(rows.new_empty(0), values_R=rows[0])
-        return TokenStats(rows[0], rows[1] if entropy else None)
+        shared = TokenStats(rows[0], rows[1] if entropy else None)
+        return shared if stats is None else replace(stats, log_probs_R=shared.log_probs_R, entropy_R=shared.entropy_R)
 
     def broadcast_metrics(self, metrics: list[Metrics]) -> list[Metrics]:
         """Broadcast the last stage's metrics to the other stages, as JSON."""

@@ -19,6 +19,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from furlong.algo.distillation import VocabShard
 from furlong.algo.logprob_compiled import Head, accumulate_matmul, accumulator, chunk_grad, is_large, kernel, scaled
 from furlong.interfaces import TokenStats
 
@@ -68,6 +69,29 @@ def gathered_logits(hidden_RD: Tensor, weight_VD: Tensor, *, group: Any, tempera
     """Return all logits divided by the temperature, [R, vocabulary], the same on all ranks of `group`."""
     logits_RV = tensor_parallel.gather_from_tensor_model_parallel_region(hidden_RD @ weight_VD.T, group=group)
     return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)) / temperature
+
+
+def vocab_shard(num_rows: int, group: Any) -> VocabShard:
+    """Return this rank's part of a vocabulary that is split over `group`, for `algo.distillation`."""
+    if group.size() == 1:
+        return VocabShard()
+
+    def reduced(tensor: Tensor, operation: Any) -> Tensor:
+        whole = tensor.clone()
+        dist.all_reduce(whole, operation, group=group)
+        return whole
+
+    def joined(tensor: Tensor) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+    return VocabShard(
+        group.rank() * num_rows,
+        highest=lambda tensor: reduced(tensor, dist.ReduceOp.MAX),
+        total=lambda tensor: reduced(tensor, dist.ReduceOp.SUM),
+        joined=joined,
+    )
 
 
 class _VocabParallelHead(torch.autograd.Function):
