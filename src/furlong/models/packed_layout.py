@@ -29,8 +29,8 @@ Index = NDArray[np.int64]
 MIN_FILL = 0.75
 # Sequences that differ by at most this many tokens share a bucket: another kernel call costs more than the padding.
 MAX_SLACK = 16
-# Sharing prompts copies rows; below this fraction of saved tokens the copies cost more than they save.
-MIN_SHARED_FRAC = 0.1
+# Below this fraction of saved tokens, sharing prompts is not worth the copies. Without sharing, layers compile again.
+MIN_SHARED_FRAC = {"padded": 0.1, "unpadded": 0.05}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def plan_layout(micro: MicroBatch, *, share_prompts: bool = True, padded: bool =
     cu, response_lengths = host.cu_seqlens_S1, host.response_lengths_S
     cu_host_S1 = torch.from_numpy(cu.astype(np.int32))
     lengths = np.diff(cu)
-    owner_T = _token_owner(micro, host.tokens_T, cu, lengths - response_lengths) if share_prompts else None
+    owner_T = _token_owner(micro, host.tokens_T, cu, lengths - response_lengths, padded) if share_prompts else None
 
     if padded and owner_T is not None:
         # The last response token predicts nothing; it is dropped where rows are copied anyway.
@@ -168,7 +168,7 @@ def _padded_positions(cu: Index, lengths: Index, order: Index, buckets: tuple[tu
     return np.where(within_P < length_P, start_P + within_P, -1)
 
 
-def _token_owner(micro: MicroBatch, tokens_T: TokenArray, cu: Index, prompt_lengths: Index) -> Index | None:
+def _token_owner(micro: MicroBatch, tokens_T: TokenArray, cu: Index, prompt_lens: Index, padded: bool) -> Index | None:
     """Return [T] the token that computes each token: itself, or its copy in the first sequence with the same prompt.
 
     None if it would save too little.
@@ -177,7 +177,7 @@ def _token_owner(micro: MicroBatch, tokens_T: TokenArray, cu: Index, prompt_leng
     first: dict[bytes, int] = {}
     owner_T = np.arange(cu[-1])
     num_saved = 0
-    for i, (start, size) in enumerate(zip(cu[:-1].tolist(), prompt_lengths.tolist(), strict=True)):
+    for i, (start, size) in enumerate(zip(cu[:-1].tolist(), prompt_lens.tolist(), strict=True)):
         prompt = tokens_T[start : start + size].tobytes()
         if routes_TLK is not None:  # hidden states are equal only with the same experts
             prompt += routes_TLK[start : start + size].tobytes()
@@ -185,4 +185,4 @@ def _token_owner(micro: MicroBatch, tokens_T: TokenArray, cu: Index, prompt_leng
         if source != start:
             owner_T[start : start + size] = np.arange(source, source + size)
             num_saved += size
-    return owner_T if num_saved >= max(1, MIN_SHARED_FRAC * cu[-1]) else None
+    return owner_T if num_saved >= max(1, MIN_SHARED_FRAC["padded" if padded else "unpadded"] * cu[-1]) else None

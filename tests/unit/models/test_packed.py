@@ -91,6 +91,12 @@ def test_forward_and_backward_pass_do_not_wait_for_the_device():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_unpadded_sequences_share_short_prompts_so_that_layers_compile_once():
+    micro = pack_micro_batch(random_batch(prompts=[7], responses=[[43, 43]]), range(2))
+    assert plan_layout(micro, padded=True).run_U is None
+    assert len(plan_layout(micro, padded=False).run_U) == 93
+
+
 def test_equal_lengths_without_a_shared_prompt_copy_no_rows():
     batch = random_batch(prompts=[6, 6, 6], responses=[[4], [4], [4]])
     layout = plan_layout(pack_micro_batch(batch, range(3)))
