@@ -14,6 +14,7 @@ import jinja2
 import orjson
 
 from furlong.config.sections import Config
+from furlong.config.teachers import MESSAGES
 from furlong.core.chat_template import TEMPLATE_ERRORS, TOO_NESTED, apply_template
 from furlong.data.row_readers import RawRow
 from furlong.errors import ConfigError, DataError
@@ -43,7 +44,8 @@ class PromptFormat:
 
     With `apply_chat_template` a string prompt is one user message. Without it, messages are rejected unless
     `keep_messages`: then they stay messages without tokens, for a generate function that renders them itself. With
-    `demonstrates`, so do conversations that end with an answer, which SFT renders.
+    `demonstrates`, so do conversations that end with an answer, which SFT renders. With `copies_messages`, what the
+    template renders is in the metadata as well, for teachers with another one.
     """
 
     input_key: str = "input"
@@ -53,6 +55,7 @@ class PromptFormat:
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     keep_messages: bool = False
+    copies_messages: bool = False
     demonstrates: bool = False
     max_prompt_len: int | None = None
     limit_flag: str = "--rollout-max-prompt-len"  # sets max_prompt_len
@@ -73,6 +76,7 @@ class PromptFormat:
             tool_key=data.tool_key,
             apply_chat_template=data.apply_chat_template,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+            copies_messages=config.opd.opd_teacher_tokenizer is not None and data.apply_chat_template,
             keep_messages=config.rollout.custom_generate_function_path is not None or is_demonstration,
             demonstrates=is_demonstration,
             max_prompt_len=limit,
@@ -183,6 +187,8 @@ class PromptRenderer:
                 raise _BadRowError(f"the label {fmt.label_key!r} is empty", "empty")
         metadata = _decoded(values, fmt.metadata_key, dict, "an object", "--metadata-key") or {}
         tools = _decoded(values, fmt.tool_key, list, "a list of tools", "--tool-key") or None
+        if fmt.copies_messages:
+            metadata = {**metadata, MESSAGES: _messages(value)}
         text = self._text(value, tools)
         return Prompt(raw.row, text, [], label, metadata, tools, fmt.apply_chat_template_kwargs)
 
@@ -193,7 +199,7 @@ class PromptRenderer:
                 raise _BadRowError(f"the prompt {fmt.input_key!r} is empty", "empty")
             if not fmt.apply_chat_template:
                 return value
-            messages = [{"role": "user", "content": value}]
+            messages = _messages(value)
         elif value is None or value == []:
             raise _BadRowError(f"the prompt {fmt.input_key!r} is empty", "empty")
         elif problem := message_problem(value):
@@ -216,6 +222,10 @@ class PromptRenderer:
                 "fields that the template accepts, or use another template with --chat-template-path",
                 "template",
             ) from error
+
+
+def _messages(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class RowFilter:

@@ -434,6 +434,8 @@ class EngineRollout:
             "perf/data_time": total(state.data_s),
             "perf/reward_wait_time": total(state.flight.wait.take()),
         }
+        if self._generation.teachers is not None:
+            metrics |= self._generation.teachers.take(samples)
         if any(map(self._generation.is_custom, groups)):
             metrics["perf/generate_held_time"] = total(self._generation.load.take_blocked())
         longest = self._generation.max_tokens or math.inf

@@ -43,6 +43,7 @@ from furlong.rollout.episodes import (
 )
 from furlong.rollout.metrics import SampleReport, eval_metrics, evaluation_data
 from furlong.rollout.policy import Policy, seed_of_part
+from furlong.rollout.teachers import Teachers
 from furlong.rollout.train_batch import role_of
 from furlong.rollout.user_samples import (
     GenerateFunctionError,
@@ -80,7 +81,8 @@ class Generation:
     flags: of the rollout, with the limit of prompt + response and the limits of episodes, which an environment may
     replace. timeout_s: limit of one sample's generation. Tokens from custom functions must be below `vocab_size` and at
     most `max_tokens` per sample, the model's context. logged_failures: kinds of failures of user code already logged.
-    chat_format: renders messages for `policy().chat`. on_event: gets `sample_failed` for each of those kinds.
+    chat_format: renders messages for `policy().chat`. teachers: are asked about finished samples. on_event: gets
+    `sample_failed` for each of those kinds.
     """
 
     engine: Engine
@@ -101,6 +103,7 @@ class Generation:
     session_settings: SessionSettings = field(default_factory=SessionSettings)
     session_leaves: Leaves = "all"
     session_server: SessionServer | None = None
+    teachers: Teachers | None = None
     on_event: Callable[..., object] = ignored
 
     def function_of(self, sample: Sample) -> Function | None:
@@ -437,7 +440,10 @@ async def run_group(
     group.samples = [sample for samples in produced for sample in samples]
     if is_finished(group):
         with wait.phase(scoring=1):
-            await score(group.samples, generation)
+            scoring = [score(group.samples, generation)]
+            if generation.teachers is not None:
+                scoring.append(generation.teachers.ask(group.samples))
+            await gather_or_cancel(scoring)
     return group
 
 

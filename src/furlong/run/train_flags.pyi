@@ -407,10 +407,18 @@ class TrainFlags(TypedDict, total=False):
     opd_teacher_ckpt_step: int | None
     """Checkpoint step of --opd-teacher-load. Default: the latest."""
     opd_teacher_urls: str | Path | Sequence[str | Path] | None
-    """Teachers of --opd-type sglang by name: NAME=URL of a server's /generate. The teacher called `default` scores
+    """Teachers of --opd-type sglang by name: NAME=URL of a server's /generate, or NAME=FOLDER of a model to run in this
+    process. Frozen models of --sglang-config are teachers, too. The one called `default`, or the only one, scores
     samples that name none."""
     opd_teacher_key: str | Path
     """Metadata key with the name of a sample's teacher."""
+    opd_teacher_tokenizer: str | Path | Sequence[str | Path] | None
+    """Folder with the tokenizer of a teacher that has another one than the policy: NAME=FOLDER, or FOLDER for the only
+    teacher. It sees the prompt in its own chat template. They are aligned by the bytes of the response; tokens without
+    a counterpart are left out."""
+    opd_teacher_prompt_key: str | Path | None
+    """Metadata key with a prompt, text or messages, that the teacher sees in place of the sample's: self-distillation
+    of what a longer prompt, or the answer, teaches."""
     train_backend: Literal["fsdp", "megatron"]
     """Training backend: `fsdp` trains Hugging Face models with PyTorch FSDP; `megatron` trains the model families of
     docs/scale-out/megatron.md with Megatron-core."""

@@ -41,6 +41,7 @@ from furlong.models.hf_folder import WEIGHT_FILES, read_weight_map
 from furlong.models.tokenizer import read_template, write_template
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.agents import AgentHooks
+from furlong.rollout.teachers import Teachers
 from furlong.tracking.console import ConsoleTracker
 from furlong.tracking.model_card import write_card
 from furlong.tracking.run_files import EVENTS, EventLog, StepFile, read_steps
@@ -85,7 +86,7 @@ class Built:
     checkpoints: Checkpoints
     ledger: FileLedger
     serving: ServingParts
-    rewards: Sequence[GroupReward]
+    rewards: Sequence[GroupReward | Teachers]
     watch: RunMonitor
     files: Sequence[StepFile] = ()
     starting: Sequence[Sequence[Start]] = ()

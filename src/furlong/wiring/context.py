@@ -25,6 +25,7 @@ from furlong.rewards.sandbox import Sandbox
 from furlong.rollout.agents import AgentHooks
 from furlong.rollout.episodes import EpisodeLoad
 from furlong.rollout.generate import ignored
+from furlong.rollout.teachers import Teachers
 from furlong.sandboxes.code_sandbox import ISOLATION
 from furlong.tracking.rollout_dump import SAMPLES, RolloutDumps
 from furlong.tracking.run_files import StepFile
@@ -41,7 +42,8 @@ logger = logging.getLogger(__name__)
 class RunContext:
     """The configuration with its hooks, tokenizer, device and dtype.
 
-    rewards, files: collected while parts are built, to be closed at the end. load: permits of all episodes.
+    rewards (with teachers), files: collected while parts are built, to be closed at the end. load: permits of all
+    episodes.
     verifier_sandboxes: by verifier, shared by all rewards, so that training and evaluation use the same workers.
     client_key: that user functions send to the addresses in `args`; None for no key. on_event: records events.
     """
@@ -58,7 +60,7 @@ class RunContext:
     dtype: torch.dtype
     dumps: RolloutDumps
     tables: SampleTables = field(default_factory=lambda: SampleTables(None))
-    rewards: list[GroupReward] = field(default_factory=list[GroupReward])
+    rewards: list[GroupReward | Teachers] = field(default_factory=list[GroupReward | Teachers])
     verifier_sandboxes: dict[str, Sandbox] = field(default_factory=dict[str, Sandbox])
     files: list[StepFile] = field(default_factory=list[StepFile])
     load: EpisodeLoad = field(default_factory=EpisodeLoad)
@@ -121,7 +123,7 @@ class RunContext:
 
 
 async def start_functions(
-    rewards: Sequence[GroupReward], hooks: AgentHooks | None, listeners: Sequence[Gateway | SessionServer]
+    rewards: Sequence[GroupReward | Teachers], hooks: AgentHooks | None, listeners: Sequence[Gateway | SessionServer]
 ) -> None:
     """Load reward functions, set up agents, and answer their requests."""
     for reward in rewards:

@@ -18,7 +18,7 @@ import torch
 from furlong.chat.messages import KeyFunction, key_of
 from furlong.chat.parsers import PARSERS, ToolParser
 from furlong.chat.template_boundary import ChatFormat
-from furlong.config.args_view import Args
+from furlong.config.args_view import Args, get_model_url
 from furlong.config.command_line import config_from_values
 from furlong.config.engine_groups import engine_parts, trained_model
 from furlong.config.environment_specs import parse_env_workers, parse_environments
@@ -26,9 +26,11 @@ from furlong.config.evaluation import EvalSpec
 from furlong.config.facts import is_started, is_unscored, max_staleness, returns_routes, routing_of, shares_groups
 from furlong.config.hooks import Hooks, usable_hooks
 from furlong.config.sections import Config, RolloutFlags, SessionFlags
+from furlong.config.teachers import teacher_specs
 from furlong.core.addresses import host_and_port
 from furlong.core.process_environment import SESSIONS_KEY_VARIABLE
 from furlong.core.sample import Group, Sample
+from furlong.core.text import redact_credentials
 from furlong.core.user_functions import load_function
 from furlong.core.user_modules import import_module_of
 from furlong.data.custom_source import CustomDataSource, EmptyDataSource, EmptyPrompts
@@ -41,8 +43,11 @@ from furlong.environments.protocol import ENVIRONMENT
 from furlong.errors import ConfigError
 from furlong.inference.chat_endpoint import NO_LIMIT, ChatEndpoint, WireTokenizer
 from furlong.inference.embedded import EmbeddedEngine
+from furlong.inference.sglang.engine import HttpEngine
+from furlong.inference.sglang.server import ServerInfo, SglangServer, probe
 from furlong.interfaces import DataSource, Engine, Rollout, RolloutPool, SamplingParams
-from furlong.models.hf_config import vocabulary_size
+from furlong.models.hf_config import context_length, vocabulary_size
+from furlong.models.tokenizer import load_tokenizer
 from furlong.rewards.group_reward import GroupReward
 from furlong.rollout.agent import policy
 from furlong.rollout.agents import AgentHooks
@@ -53,6 +58,8 @@ from furlong.rollout.group_pool import GroupPool
 from furlong.rollout.metrics import SampleReport
 from furlong.rollout.replay import FunctionRollout, ReplayRollout, SplitRollout
 from furlong.rollout.sft import DemonstrationRollout
+from furlong.rollout.teachers import Teacher, Teachers
+from furlong.rollout.token_alignment import TokenBytes
 from furlong.rollout.train_batch import Conversion
 from furlong.rollout.user_samples import complete_request
 from furlong.sessions.session import SessionSettings
@@ -281,8 +288,56 @@ def _generation(context: RunContext, engine: Engine, trained: RolloutFlags, *, e
         session_settings=session_settings(config.session, context.hooks),
         session_leaves=context.hooks.session_leaves or cast("Any", config.session.session_leaves),
         session_server=context.session_server,
+        teachers=None if evaluation else _teachers(context, engine),
         on_event=context.on_event,
     )
+
+
+def _teachers(context: RunContext, policy: Engine) -> Teachers | None:
+    """Connect to the teachers that are asked during the rollout; None without any. Raises ConfigError."""
+    config, opd = context.config, context.config.opd
+    if not (specs := teacher_specs(config)):
+        return None
+    built: dict[str, Teacher] = {}
+    own_bytes = TokenBytes(context.tokenizer) if any(spec.tokenizer for spec in specs) else None
+    for spec in specs:
+        tokenizer: Any = None if spec.tokenizer is None else load_tokenizer(spec.tokenizer)
+        if spec.folder is not None:
+            folder = Path(spec.folder)
+            engine: Engine = EmbeddedEngine(
+                folder, dtype=context.dtype, device=context.device, num_slots=1, tokenizer=tokenizer
+            )
+            length: int | None = context_length(folder)
+        else:
+            url, key = spec.url, None
+            if url is None:  # a model of --sglang-config, which starts later
+                url, key = get_model_url(context.args, spec.name, ""), context.client_key
+            info = ServerInfo.read({} if spec.url is None else probe(url, api_key=None))
+            cluster = config.cluster
+            server = SglangServer(
+                url,
+                info,
+                api_key=key,
+                concurrency=cluster.sglang_server_concurrency,
+                timeout_s=cluster.sglang_router_request_timeout_secs,
+                keeps_together=spec.url is not None,
+            )
+            engine, length = HttpEngine([server], tokenizer=context.tokenizer), info.context_len
+        built[spec.name] = Teacher(engine, length, tokenizer, None if tokenizer is None else TokenBytes(tokenizer))
+        logger.info("teacher %s: %s", spec.name, redact_credentials(spec.url or spec.folder or "of --sglang-config"))
+    teachers = Teachers(
+        built,
+        policy=policy,
+        tokenizer=context.tokenizer,
+        key=opd.opd_teacher_key,
+        prompt_key=opd.opd_teacher_prompt_key,
+        applies_template=config.data.apply_chat_template,
+        temperature=config.rollout.rollout_temperature or 1.0,
+        num_top=opd.opd_log_prob_top_k if opd.opd_loss == "topk" else 0,
+        token_bytes=own_bytes,
+    )
+    context.rewards.append(teachers)
+    return teachers
 
 
 def build_eval_set(context: RunContext, engine: Engine, spec: EvalSpec) -> EvalSet:

@@ -12,6 +12,7 @@ from furlong.config.critic import critic_settings, role_overrides
 from furlong.config.facts import read_model_config
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
+from furlong.config.teachers import teacher_problems
 from furlong.config.topology import Topology
 from furlong.core.algorithms import find_algorithm
 from furlong.core.routing import RoutingShape
@@ -242,6 +243,7 @@ def _critic(config: Config) -> Iterator[str]:
 
 def _distillation(config: Config) -> Iterator[str]:
     algo, opd = config.algo, config.opd
+    yield from teacher_problems(config)
     loss = f"--opd-loss {opd.opd_loss}"
     if opd.has_teacher_model and opd.opd_teacher_load is None:
         yield f"--opd-type {opd.opd_type} without a teacher; add --opd-teacher-load FOLDER"

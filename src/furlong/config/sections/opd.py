@@ -70,14 +70,30 @@ class OpdFlags:
     )
     opd_teacher_urls: tuple[str, ...] | None = flag(
         None,
-        "Teachers of --opd-type sglang by name: NAME=URL of a server's /generate. The teacher called `default` scores "
-        "samples that name none.",
+        "Teachers of --opd-type sglang by name: NAME=URL of a server's /generate, or NAME=FOLDER of a model to run in "
+        "this process. Frozen models of --sglang-config are teachers, too. The one called `default`, or the only one, "
+        "scores samples that name none.",
         metavar="NAME=URL",
         needs="use_opd",
         excludes="opd_teacher_load",
     )
-    opd_teacher_key: str = flag(
-        "opd_teacher", "Metadata key with the name of a sample's teacher.", needs="opd_teacher_urls"
+    opd_teacher_key: str = flag("opd_teacher", "Metadata key with the name of a sample's teacher.", needs="use_opd")
+    opd_teacher_tokenizer: tuple[str, ...] | None = flag(
+        None,
+        "Folder with the tokenizer of a teacher that has another one than the policy: NAME=FOLDER, or FOLDER for the "
+        "only teacher. It sees the prompt in its own chat template. They are aligned by the bytes of the response; "
+        "tokens without a counterpart are left out.",
+        metavar="NAME=FOLDER",
+        needs="use_opd",
+        excludes="opd_teacher_load",
+    )
+    opd_teacher_prompt_key: str | None = flag(
+        None,
+        "Metadata key with a prompt, text or messages, that the teacher sees in place of the sample's: "
+        "self-distillation of what a longer prompt, or the answer, teaches.",
+        metavar="KEY",
+        needs="use_opd",
+        excludes="opd_teacher_load",
     )
 
     @property

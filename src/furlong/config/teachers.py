@@ -1,0 +1,98 @@
+"""Teachers of `--opd-type sglang` by name: servers, frozen models of `--sglang-config`, and folders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from furlong.config.checks.value_checks import model_problem, url_problem
+from furlong.config.engine_groups import served_models
+from furlong.config.sections import Config
+from furlong.core.text import abbreviate
+from furlong.errors import ConfigError
+
+DEFAULT = "default"  # scores samples that name no teacher; so does a teacher that is the only one
+MESSAGES = "prompt_messages"  # metadata: messages of a prompt, for a teacher that renders its own template
+
+
+@dataclass(frozen=True)
+class TeacherSpec:
+    """One teacher: `url` of a server, `folder` of a model, or neither for the model of that name in --sglang-config.
+
+    tokenizer: folder of its tokenizer if it is not the policy's.
+    """
+
+    name: str
+    url: str | None = None
+    folder: str | None = None
+    tokenizer: str | None = None
+
+
+def _named(text: str) -> tuple[str, str]:
+    """Split NAME=VALUE; without a name, that is `DEFAULT`."""
+    name, is_named, value = text.partition("=")
+    return (name, value) if is_named and "/" not in name else (DEFAULT, text)
+
+
+def teacher_specs(config: Config) -> list[TeacherSpec]:
+    """Return the teachers that are asked during the rollout; [] if user functions ask, or there are none."""
+    opd, reward = config.opd, config.reward
+    if not opd.use_opd or opd.has_teacher_model:
+        return []
+    named = [_named(text) for text in opd.opd_teacher_urls or ()]
+    if not named and reward.rm_url is not None and reward.custom_rm_path is None and reward.rm_type is None:
+        named = [(DEFAULT, reward.rm_url)]
+    values: dict[str, str | None] = dict(named)
+    if opd.opd_teacher_urls or reward.custom_rm_path is None:
+        values |= {m.name: None for m in served_models(config) if not m.is_trained and m.name not in values}
+    tokenizers = dict(map(_named, opd.opd_teacher_tokenizer or ()))
+    specs: list[TeacherSpec] = []
+    for name, value in values.items():
+        tokenizer = tokenizers.get(name) or (tokenizers.get(DEFAULT) if len(values) == 1 else None)
+        url = value.rstrip("/").removesuffix("/generate") if value is not None and "://" in value else None
+        specs.append(TeacherSpec(name, url, None if url else value, tokenizer))
+    return specs
+
+
+def teacher_of(name: object, names: list[str]) -> str | None:
+    """Return the teacher of a sample whose metadata has `name`, or None; None if there is no such teacher."""
+    if name is None:
+        return DEFAULT if DEFAULT in names else names[0] if len(names) == 1 else None
+    return str(name) if str(name) in names else None
+
+
+def teacher_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the teachers of a configuration, before any of them is asked."""
+    opd, rollout = config.opd, config.rollout
+    try:
+        specs = teacher_specs(config)
+    except ConfigError:  # of --sglang-config, which is reported elsewhere
+        return
+    functions = (config.reward.custom_rm_path, rollout.custom_generate_function_path, rollout.rollout_function_path)
+    if not specs and not any(functions) and config.debug.load_debug_rollout_data is None and not opd.has_teacher_model:
+        yield (
+            "--use-opd has no teacher; add --opd-teacher-load FOLDER for one in the trainer, or --opd-teacher-urls "
+            "NAME=URL for a server, or give a frozen model in --sglang-config"
+        )
+    names = [_named(text)[0] for text in opd.opd_teacher_urls or ()]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"--opd-teacher-urls has two teachers named {name!r}; give each another name"
+    for spec in specs:
+        where = f"--opd-teacher-urls {spec.name}"
+        if spec.url and (problem := url_problem(where, spec.url)):
+            yield problem
+        if spec.folder and (problem := model_problem(where, spec.folder)):
+            yield problem
+        if spec.tokenizer and not Path(spec.tokenizer).is_dir():
+            yield f"--opd-teacher-tokenizer {spec.tokenizer}: no such folder; give that of the teacher's tokenizer"
+        if spec.tokenizer and opd.opd_loss == "topk":
+            yield (
+                "--opd-teacher-tokenizer with --opd-loss topk: tokens of another vocabulary have no counterpart at "
+                "each position; use --opd-loss sampled"
+            )
+    for text in opd.opd_teacher_tokenizer or ():
+        name = _named(text)[0]
+        if teacher_of(None if name == DEFAULT else name, [spec.name for spec in specs]) is None:
+            have = abbreviate([spec.name for spec in specs]) or "none"
+            yield f"--opd-teacher-tokenizer {text} is of no teacher; the teachers are {have}: use NAME=FOLDER"
