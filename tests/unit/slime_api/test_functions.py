@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import torch
 
 import raw_server
+from furlong.config.args_view import Args
+from furlong.config.sections import Config
 from furlong.errors import RolloutError
 from furlong.models.tokenizer import build_tokenizer
 from furlong.slime_api import helpers, http, masks, rewards
@@ -52,6 +55,13 @@ def test_masks_are_those_of_sft():
     assert mask == [0, 0, 0, 0, 1, 1, 1]
     assert generator.get_response_lengths([mask, [0]]) == [3, 0]
     assert generator.get_text_from_loss_mask(tokens, mask) == ["yes"]
+
+
+def test_functions_written_for_miles_pass_on_the_layout_of_sequences():
+    args, log_probs = Args(Config()), torch.zeros(4)
+    for gather in (helpers.all_gather_with_cp, helpers.slice_log_prob_with_cp):
+        assert gather(log_probs, 6, 4, args.qkv_format, None) is log_probs
+    assert args.qkv_format == "thd"
 
 
 def test_a_coroutine_runs_from_a_thread_and_inside_a_loop():
