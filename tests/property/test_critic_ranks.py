@@ -25,6 +25,8 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "pipeline": (2, "tied", {"backend": "megatron", "pipeline": 2, "save_as": "pipeline-checkpoint"}),
     "megatron-context": (2, "tied", {"backend": "megatron", "context": 2, "attention_backend": "unfused"}),
     "megatron-data": (2, "tied", {"backend": "megatron"}),
+    "data-shared": (2, "tied", {"shares": True, "save_as": "data-shared-checkpoint"}),
+    "megatron-data-shared": (2, "tied", {"backend": "megatron", "shares": True}),
     "one-untied": (1, "untied", {}),
     "sequence-untied": (2, "untied", {"backend": "megatron", "tensor": 2, "sequence_parallel": True}),
 }
@@ -57,7 +59,7 @@ def metrics_of(found: list[Any], number: int) -> dict[str, float]:
 )
 def test_policy_and_critic_train_as_on_one_rank(results, name):
     found, reference = results[name], results["one-untied" if "untied" in name else "one"]
-    data_ranks = found if LAYOUTS[name][0] == 1 or name in ("data", "megatron-data") else found[:1]
+    data_ranks = found if LAYOUTS[name][0] == 1 or "data" in name else found[:1]
     assert all(rank["actor_is_untouched"] for rank in found)
     assert {rank["restored"] for rank in found} <= {"", "bitwise"}
     for number in (0, 1):
