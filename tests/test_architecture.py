@@ -77,7 +77,7 @@ BUDGET = {
     "config": 7237,
     "core": 4257,
     "data": 2872,
-    "diagnosis": 6356,
+    "diagnosis": 6357,
     "environments": 1200,
     "evals": 400,
     "files": 1287,

@@ -50,6 +50,22 @@ def test_a_first_start_with_load_equal_to_save_is_healthy(world):
 
 
 @fault("CKPT01")
+def test_a_damaged_manifest_gets_another_step_only_if_there_is_one(world):
+    save = world.folder / "save"
+    manifest = write_checkpoint(save, 2) / MANIFEST
+    manifest.write_text("{,")
+    found = [each for each in world.look(load=save, save=save) if each.id == "CKPT01"]
+    assert names(found[0].finding, manifest, "damaged")
+    assert (found[0].cause, found[0].remedy) == ("", "restore it from a copy, or start a new run")
+    write_checkpoint(save, 1)
+    (save / TRACKER).write_text("2\n")
+    found = [each for each in world.look(load=save, save=save) if each.id == "CKPT01"]
+    assert found[0].remedy == "use --ckpt-step 1"
+    given = [each for each in world.look(hf_checkpoint=save) if each.id == "CKPT07"]
+    assert "give it to --load" in given[0].remedy
+
+
+@fault("CKPT01")
 def test_folder_without_a_checkpoint_is_refused(world):
     other = world.folder / "runs"
     other.mkdir()

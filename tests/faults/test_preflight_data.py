@@ -33,7 +33,11 @@ def test_rows_that_are_no_utf_8_or_no_objects(world):
     assert "iconv" in found.remedy
     world.write("[1, 2]")
     assert "object" in only(world.look(), "DATA01").remedy
-    for start, fix in ((b"PAR1\x15\xe4<", "name it .parquet"), (b"\xff\xfe{\x00", "utf-16")):
+    for start, fix in (
+        (b"PAR1\x15\xe4<", "name it .parquet"),
+        (b"\xff\xfe{\x00", "utf-16"),
+        (b"PK\x03\x04", "spreadsheet"),
+    ):
         world.data.write_bytes(start + b"\xff\n")
         assert fix in only(world.look(), "DATA01").remedy
     world.write(*({"input": [{"from": "human", "value": "1+1="}], "label": "2"} for _ in range(4)))

@@ -292,7 +292,7 @@ class RowFilter:
 OTHER_FILES = {  # by how they start
     b"PAR1": "it is a Parquet file: name it .parquet",
     b"\x1f\x8b": "it is compressed: unpack it with gunzip",
-    b"PK\x03\x04": "it is a zip archive: unpack it",
+    b"PK\x03\x04": "it is a zip archive or a spreadsheet: unpack it, or export JSON Lines",
     b"\xff\xfe": "it is UTF-16: convert it with `iconv -f utf-16 -t utf-8`",
 }
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.errors import CheckpointError, ConfigError
+from furlong.files.checkpoint_folder import TRACKER
 
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 COMPLETE = "Give a complete Hugging Face model folder"
@@ -64,6 +65,8 @@ def _remedy(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:
             f"It is a LoRA adapter, which has only the difference to its base model{f' {base}' if base else ''}; merge "
             "them once with PEFT's merge_and_unload(), save the model and its tokenizer, and use that folder"
         )
+    if TRACKER in present:
+        return "It is a folder of checkpoints; give it to --load, and the model that training started from here"
     pickled = next((name for name in present if name.startswith("pytorch_model") and name.endswith(".bin")), None)
     if missing == WEIGHT_FILES and pickled is not None:
         return (

@@ -137,7 +137,7 @@ def policy_drift(now: StepContext) -> Alert | None:
     fresh = max((row[GAP] for row in rows if GAP in row and not _is_stale(row)), default=0.0)
     if gap - fresh < DRIFT:
         return None
-    age = now.row.get("rollout/staleness/mean", 0.0)
+    age, config = now.row.get("rollout/staleness/mean", 0.0), now.facts.config
     mismatch = f"; engine and trainer differ by {fresh:.2g} on fresh samples" if fresh > GAP_WARNING else ""
     return now.alert(
         "ASYNC01",
@@ -145,8 +145,9 @@ def policy_drift(now: StepContext) -> Alert | None:
         f"moved by {gap:.2g} in log-prob per token since (over {DRIFT_ROWS} steps; 0.1 is mostly harmless"
         f"{mismatch})",
         cause="Training uses answers that the current policy would hardly give.",
-        remedy="lower --async-buffer-size, --update-weights-interval or --lr; --use-tis corrects part of the drift; "
-        "--mask-offpolicy-in-partial-rollout leaves old tokens out",
+        remedy="lower --async-buffer-size, --update-weights-interval or --lr"
+        + "; --use-tis corrects part of the drift" * (not config.algo.use_tis)
+        + "; --mask-offpolicy-in-partial-rollout leaves old tokens out" * config.rollout.partial_rollout,
         evidence={"mean_abs_diff": gap, "fresh": fresh, "mean": age},
         level=gap,
         kind="drift",

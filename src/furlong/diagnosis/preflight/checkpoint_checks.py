@@ -84,6 +84,9 @@ def _no_checkpoint(
         if folder.name in [each.name for each in find_complete_folders(folder.parent)]:
             finding = f"{flag} {folder} is a single checkpoint, not the folder of all checkpoints"
             remedy = f"use {flag} {folder.parent} {step_flag} {step_from_folder(folder)}"
+        if remedy == "use another --ckpt-step":
+            others = [saved for saved in steps if saved != (max(steps) if step is None else step)]
+            remedy = f"use {step_flag} {max(others)}" if others else "restore it from a copy, or start a new run"
         cause = "" if steps else None  # a checkpoint is there, and the finding says what is wrong with it
         yield diagnosis("CKPT01", finding, cause=cause, remedy=remedy, evidence=evidence)
         return
