@@ -19,9 +19,11 @@ from furlong.config.environment_specs import class_path, class_problems, parse_e
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.config.sections.sessions import TOOL_PARSERS
+from furlong.config.topology import uses_ray
 from furlong.core.sample import Sample
 from furlong.core.user_code import is_async, with_hook_errors
 from furlong.core.user_functions import Function, accepted_keywords, load_function, reward_style
+from furlong.core.user_objects import object_name
 from furlong.errors import ConfigError
 
 Calling = Literal["sync", "async", "either"]
@@ -171,6 +173,13 @@ def check_signature(hook: Hook, function: Function) -> str | None:
     return None
 
 
+OF_RANKS = (
+    *("custom_loss_function", "custom_tis_function", "custom_pg_loss_reducer_function", "custom_advantage_function"),
+    *("rollout_data_postprocess", "custom_megatron_init", "custom_model_provider", "custom_update_weight_post_write"),
+    *("custom_megatron_before_log_prob_hook", "custom_megatron_before_train_step_hook"),
+)  # functions that trainer processes call
+
+
 def function_paths(config: Config) -> dict[str, tuple[str, ...]]:
     """Return the paths of user functions by field of `Hooks`, without `Hook.names`."""
     fields = {spec.flag: spec for spec in flag_specs(Config).values()}
@@ -192,6 +201,12 @@ def load_hooks(config: Config) -> tuple[Hooks, list[str]]:
         functions: list[Function] = []
         num_problems = len(problems)
         for path in paths_by_name[name]:
+            if name in OF_RANKS and object_name(path) is not None and uses_ray(config):
+                problems.append(
+                    f"{hook.flag}: trainer processes cannot import {path}, which this program defines; put it into a "
+                    "file, and give file.py:function"
+                )
+                continue
             if hook.names and not set(path) & {":", "."}:
                 problems.append(f"{hook.flag} {path} is none of {', '.join(hook.names)}, and not a function; name one")
                 continue

@@ -44,12 +44,6 @@ if TYPE_CHECKING:
     from furlong.cluster.gpu_placement import Placement
     from furlong.cluster.ray_trainer import RayTrainer
 
-OF_RANKS = (
-    *("custom_loss_function", "custom_tis_function", "custom_pg_loss_reducer_function", "custom_advantage_function"),
-    *("rollout_data_postprocess", "custom_megatron_init", "custom_model_provider", "custom_update_weight_post_write"),
-    *("custom_megatron_before_log_prob_hook", "custom_megatron_before_train_step_hook"),
-)  # functions that trainer processes call
-
 
 @dataclass(frozen=True)
 class Cluster:
@@ -162,22 +156,13 @@ def build_rank(config_json: str, *, folder: Path, num_rollout: int, ranks: Ranks
 
 
 def without_objects(config: Config) -> Config:
-    """Return a copy without the functions that are objects of this process, which ranks do not have.
-
-    Raises ConfigError for one that ranks would call.
-    """
+    """Return a copy without the functions that are objects of this process, which ranks do not have or call."""
     fields = {spec.flag: spec for spec in flag_specs(Config).values()}
     left_out: dict[str, Any] = {}
     for name, paths in function_paths(config).items():
-        if not any(map(object_name, paths)):
-            continue
-        spec = fields[HOOKS[name].flag]
-        if name in OF_RANKS:
-            raise ConfigError(
-                f"{spec.flag}: trainer processes cannot import {' '.join(paths)}, which this program defines; put it "
-                "into a file, and give file.py:function"
-            )
-        left_out[spec.field] = spec.default
+        if any(map(object_name, paths)):
+            spec = fields[HOOKS[name].flag]
+            left_out[spec.field] = spec.default
     return config_from_values(left_out, config)
 
 
