@@ -28,6 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main(arguments: list[str]) -> int:
     """Run every page. Return the number of pages that failed."""
+    if not arguments or {"-h", "--help"} & {*arguments}:
+        print(__doc__)
+        return 0
     is_together = "--together" in arguments
     pages = [
         page.resolve()

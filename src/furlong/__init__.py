@@ -19,9 +19,14 @@ are private, except for those named in docs/reference/api.md: they may change in
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from furlong.version import __version__
+
+if "ipykernel" in sys.modules:  # a red block in the first cell that imports transformers without ipywidgets
+    warnings.filterwarnings("ignore", message="IProgress not found")
 
 if TYPE_CHECKING:
     from furlong.config.args_view import Args, get_model_url

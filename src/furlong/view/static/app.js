@@ -43,6 +43,8 @@ function drawHead() {
       state.isLost ? h("span", { class: "lost", role: "status" }, "not connected: furlong view has ended") : null,
       h("button", { title: "Light or dark (t)", onclick: changeTheme }, "Theme"),
       h("button", { title: "Keyboard (?)", onclick: showHelp }, "Keys")));
+  const chosen = chips[state.shown.indexOf(state.run)];  // on a phone, runs scroll sideways
+  if (chosen) chosen.parentElement.scrollLeft = Math.max(0, chosen.offsetLeft + chosen.offsetWidth - chosen.parentElement.offsetLeft - chosen.parentElement.clientWidth);
 }
 
 function drawTabs() {
