@@ -81,7 +81,7 @@ BUDGET = {
     "environments": 1200,
     "evals": 400,
     "files": 1287,
-    "furlong": 1316,
+    "furlong": 1318,
     "inference": 10260,
     "loop": 1220,
     "models": 3547,
