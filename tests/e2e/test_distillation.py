@@ -55,11 +55,21 @@ def test_a_server_and_the_trainer_give_the_same_log_probs(model, data, teacher, 
             "custom_rm_path": f"{SLIME}.reward_func", "rm_url": f"{url}/generate", "rm_type": None,
             "custom_reward_post_process_path": f"{SLIME}.post_process_rewards",
         }  # fmt: skip
-        served = distil(model, data, tmp_path / "served", **functions, rollout_temperature=0.7)
-    loaded = distil(model, data, tmp_path / "loaded", opd_teacher_load=teacher, rollout_temperature=0.7)
-    assert np.array_equal(served.tokens, loaded.tokens)
-    for name in ("teacher_log_probs", "advantages"):
-        assert np.allclose(served.columns[name], loaded.columns[name], atol=2e-5)
+        named = {"opd_teacher_urls": f"large={url}", "opd_log_prob_top_k": 5}
+        served = [
+            distil(model, data, tmp_path / name, **given, rollout_temperature=0.7)
+            for name, given in (("functions", functions), ("named", named))
+        ]
+    given = {"opd_teacher_load": teacher, "rollout_temperature": 0.7, "opd_log_prob_top_k": 5}
+    loaded = distil(model, data, tmp_path / "loaded", **given)
+    for batch in served:
+        assert np.array_equal(batch.tokens, loaded.tokens)
+        np.testing.assert_allclose(batch.columns["teacher_log_probs"], loaded.columns["teacher_log_probs"], atol=2e-5)
+    assert np.array_equal(served[1].columns["teacher_top_ids"], loaded.columns["teacher_top_ids"])
+    top = "teacher_top_log_probs"
+    np.testing.assert_allclose(served[1].columns[top], loaded.columns[top], atol=2e-5)
+    for name in ("train/opd_reverse_kl", "train/grad_norm", "train/opd_topk_mass_teacher"):
+        assert rows(tmp_path / "named")[0][name] == pytest.approx(rows(tmp_path / "loaded")[0][name], rel=1e-3), name
 
 
 @pytest.mark.nightly

@@ -132,10 +132,13 @@ def test_replay_restores_the_choices_of_a_perturbed_router(family, folders, roll
     known = shuffled[..., 0] >= 0
     shuffled[known] = rng.permuted(np.tile(np.arange(4), (int(known.sum()), 1)), axis=1)[:, :2]
     other = dataclasses.replace(micro, routed_experts_TLK=torch.from_numpy(shuffled))
-    engine, trained = backend(folders[family], "rollout"), backend(folders[family], "rollout")
+    engine = backend(folders[family], "rollout", role_folders={"teacher": folders[family]})
+    trained = backend(folders[family], "rollout")
     wanted = engine.log_probs(other).log_probs_R
     plain = engine.log_probs(micro).log_probs_R
     assert float((wanted - plain).abs().max()) > 1e-3, "the choice of experts has to matter"
+    by_itself = engine.log_probs(other, model="teacher").log_probs_R  # a teacher has not sampled
+    np.testing.assert_allclose(by_itself, plain, atol=1e-6)
     disturb(trained, by=1e-6)
     np.testing.assert_allclose(trained.log_probs(other).log_probs_R, wanted, atol=1e-4)
 
