@@ -77,7 +77,7 @@ BUDGET = {
     "config": 7252,
     "core": 4257,
     "data": 2872,
-    "diagnosis": 6357,
+    "diagnosis": 6511,
     "environments": 1200,
     "evals": 400,
     "files": 1287,

@@ -338,13 +338,15 @@ ROWS = (
     ),
     Row(
         "OPD04",
-        "the teacher's temperature is unknown",
+        "the teacher's log-probs have another temperature",
         "P",
-        "info",
+        "warning",
         symptom="The KL to the teacher does not fall below a constant.",
-        cause="A server returns log-probs at temperature 1 unless it is asked for another one, and the policy's are "
-        "those at --rollout-temperature.",
-        checked="--rollout-temperature is not 1, and a function of yours asks the teacher.",
-        remedy="Ask the teacher at --rollout-temperature, or use --opd-teacher-urls or --opd-type trainer.",
+        cause="SGLang's log-probs of given tokens have temperature 1, whatever the request says; the policy's have "
+        "--rollout-temperature.",
+        checked="--rollout-temperature is not 1, and the teacher is a server other than `furlong serve`, or asked by "
+        "a function of yours.",
+        remedy="Use --rollout-temperature 1, `furlong serve`, a teacher in this process (NAME=FOLDER) or --opd-type "
+        "trainer.",
     ),
 )

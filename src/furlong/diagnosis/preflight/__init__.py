@@ -18,6 +18,7 @@ from furlong.diagnosis.preflight import (
     flag_checks,
     machine_checks,
     model_checks,
+    teacher_checks,
     weight_checks,
 )
 from furlong.diagnosis.preflight.context import PreflightContext
@@ -33,6 +34,7 @@ CHECKS: tuple[Check, ...] = (
     *checkpoint_checks.CHECKS,
     *model_checks.CHECKS,
     *data_checks.CHECKS,
+    *teacher_checks.CHECKS,
     *machine_checks.CHECKS,
 )
 # Rows of what a check refuses with an error of furlong; the first that fits.

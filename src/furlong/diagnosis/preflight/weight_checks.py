@@ -338,7 +338,8 @@ def teacher_temperature(context: PreflightContext) -> Iterator[Diagnosis]:
             "OPD04",
             f"--custom-rm-path {path} with --rollout-temperature {temperature:g}: the log-probs must be "
             "those of the teacher at this temperature",
-            remedy='send "temperature": args.rollout_temperature in its sampling_params',
+            remedy='use --rollout-temperature 1; or ask `furlong serve`, with "temperature": args.rollout_temperature',
+            severity="info",
             evidence={"temperature": temperature},
         )
 

@@ -1,0 +1,85 @@
+"""Teachers that a run asks: what is wrong with one is found before the start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from faults.world import names, only
+from faults_marker import fault
+from furlong.inference.sglang.external import SHOWN_TEXT
+from furlong.models.tokenizer import load_tokenizer
+from served_engine import ScriptedServer
+
+
+@pytest.fixture
+def distill(world):
+    """Look at a run whose teacher is a copy of the model, which a test may change."""
+    folder = shutil.copytree(world.model, world.folder / "teacher")
+
+    def look(**changes):
+        found = world.look(use_opd=True, **{"opd_teacher_urls": folder} | changes)
+        return [each for each in found if each.severity != "info"]
+
+    return folder, look
+
+
+@fault("OPD01")
+def test_a_teacher_of_another_vocabulary(distill):
+    folder, look = distill
+    assert look() == []
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(content))
+    found = only(look(), "OPD01")
+    assert names(found.finding, folder, "2 of the", "'a'")
+    assert names(found.remedy, "--opd-teacher-tokenizer")
+    assert look(opd_teacher_tokenizer=folder) == []
+
+
+def test_a_teacher_of_another_template(distill):
+    folder, look = distill
+    assert look(apply_chat_template=True) == []
+    path = folder / "chat_template.jinja"
+    path.write_text("Q: {{ messages[0].content }} A:")
+    found = only(look(apply_chat_template=True), "OPD01", "warning")
+    assert names(found.finding, "Q: What is 3 + 4? A:")
+    assert look(apply_chat_template=True, chat_template_path=path) == []
+    assert look(apply_chat_template=True, opd_teacher_tokenizer=folder) == []
+
+
+def test_a_row_of_a_teacher_that_does_not_exist(distill, world):
+    folder, look = distill
+    world.write({"input": "1+1=", "label": "2", "metadata": {"opd_teacher": "math"}})
+    found = only(look(rollout_batch_size=1), "DATA01")
+    assert names(found.finding, "row 0", "'math'")
+    assert names(found.remedy, "default", "--opd-teacher-urls")
+    assert look(rollout_batch_size=1, opd_teacher_urls=f"math={folder}") == []
+
+
+@fault("OPD04")
+def test_a_server_that_answers_at_another_temperature(world):
+    ids = None
+
+    async def answer(path, body):
+        if path == "/server_info":
+            return 200, {"version": "0.5.16", "context_length": 64}
+        return (200, {}) if path == "/model_info" else (200, {"tokens": ids})
+
+    ids = load_tokenizer(world.model).encode(SHOWN_TEXT, add_special_tokens=False)
+    server = ScriptedServer(answer)
+    flags = {"use_opd": True, "opd_teacher_urls": f"{server.url}/generate"}
+    try:
+        found = only(world.look(rollout_temperature=0.7, **flags), "OPD04", "warning")
+        assert names(found.finding, "0.7")
+        assert world.look(rollout_temperature=1, **flags) == []
+        long = only(world.look(rollout_max_context_len=64, **flags), "OPD01", "warning")
+        assert names(long.finding, "context of 64 tokens")
+        ids = [1, 2, 3]
+        assert names(only(world.look(**flags), "OPD01").finding, server.url, "[1, 2, 3]")
+    finally:
+        server.stop()
