@@ -166,7 +166,6 @@ def test_an_agent_of_several_turns_learns_from_the_rewards_of_its_turns(model, d
         "return_level": "turn",
         "gamma": 0.5,
         "lambd": 0.25,
-        "lambd_length_alpha": 0,
         "max_turns": 3,
         "num_rollout": 1,
         "save_debug_train_data": tmp_path / "{rollout_id}_{rank}",
@@ -180,7 +179,7 @@ def test_an_agent_of_several_turns_learns_from_the_rewards_of_its_turns(model, d
         for group in load_samples(tmp_path / "samples_0.safetensors").groups
         for sample in group.samples
     }
-    critic_lambd = 1.0 if estimator == "sao" else 0.25
+    is_adaptive = estimator == "sao"
     for row, start in enumerate(batch.response_starts[:-1]):
         part = slice(start, batch.response_starts[row + 1])
         mask, values = batch.loss_masks[part], batch.columns["values"][part].astype(float)
@@ -188,13 +187,18 @@ def test_an_agent_of_several_turns_learns_from_the_rewards_of_its_turns(model, d
         rewards = samples[int(batch.sample_ids[row])].metadata["step_rewards"]
         assert len(turns) == len(rewards) == 3
         assert mask.min() == 0
-        for column, lambd in (("advantages", 0.25), ("returns", critic_lambd)):
+        by_length = max(0.0, 1 - 1 / (0.05 * mask.sum()))  # counts between tokens, too
+        within_and_after = {
+            "advantages": (by_length, by_length) if is_adaptive else (1.0, 0.25),
+            "returns": (1.0, 1.0) if is_adaptive else (1.0, 0.25),
+        }
+        for column, decays in within_and_after.items():
             value = advantage = 0.0
             for t in np.flatnonzero(mask)[::-1]:
                 is_last = t in turns
                 earned = rewards[list(turns).index(t)] if is_last else 0.0
-                discount, decay = (0.5, lambd) if is_last else (1.0, 1.0)
-                advantage = earned + discount * value - values[t] + discount * decay * advantage
+                discount = 0.5 if is_last else 1.0
+                advantage = earned + discount * value - values[t] + discount * decays[is_last] * advantage
                 value = values[t]
                 want = advantage + value * (column == "returns")
                 assert batch.columns[column][part][t] == pytest.approx(want, abs=1e-5), (row, column, t)

@@ -297,12 +297,14 @@ def _turn_rewards(sample: Sample, mask: NDArray[np.uint8]) -> NDArray[np.float64
     what a turn earned that is not trained belongs to the one before. Raises DataError for more rewards than turns.
     """
     moved, what = np.zeros(len(mask)), f"{STEP_REWARDS} of sample {sample.index}"
+    if not mask.any():
+        return moved
     rewards = _numbers(sample.metadata.get(STEP_REWARDS) or [], None, what)
     if not np.isfinite(rewards).all():
         raise DataError(f"{what} are {shortened(rewards.tolist())}; give finite numbers, 0 for a turn without a reward")
     ends: list[int] = np.flatnonzero((mask > 0) & (np.append(mask[1:], 0) == 0)).tolist()
     turns: Any = sample.metadata.get(TURN_ENDS)
-    if turns is None and ends and len(rewards) > len(ends):
+    if turns is None and len(rewards) > len(ends):
         raise DataError(
             f"{what} are {len(rewards)} numbers, but it has {len(ends)} turns, which are runs of tokens with loss mask "
             "1; give one number per turn"

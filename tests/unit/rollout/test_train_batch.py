@@ -257,7 +257,7 @@ def test_rewards_of_turns_are_paid_at_the_last_token_of_each_and_taken_from_the_
     assert turn_rewards(metadata={"step_rewards": [0.25, 0.5]}) == [0, 0.25, 0, 0, -0.25]
     assert turn_rewards(metadata={"step_rewards": [0.25]}) == [0, 0.25, 0, 0, -0.25]
     assert turn_rewards() == [0] * 5
-    assert turn_rewards(metadata={"step_rewards": [0.25]}, remove_sample=True) == [0] * 5
+    assert turn_rewards(metadata={"step_rewards": "none"}, remove_sample=True) == [0] * 5
     assert "turn_rewards" not in convert([sample(0, metadata={"step_rewards": [1]})]).columns
 
 

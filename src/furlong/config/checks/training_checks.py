@@ -222,7 +222,8 @@ def _critic(config: Config) -> Iterator[str]:
             "the returns; remove it, or use an estimator without a critic"
         )
     alpha, longest = algo.lambd_length_alpha, config.rollout.rollout_max_response_len
-    if alpha and longest and alpha * longest <= 1:
+    is_one_answer = not (config.rollout.custom_generate_function_path or config.rollout.rollout_function_path)
+    if alpha and longest and alpha * longest <= 1 and is_one_answer:
         yield (
             f"--lambd-length-alpha {alpha:g} with --rollout-max-response-len {longest}: lambda is 0 for responses of "
             f"up to {1 / alpha:.0f} tokens, so none would learn from its outcome; use --lambd-length-alpha 0 for "
