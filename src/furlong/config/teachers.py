@@ -75,6 +75,11 @@ def teacher_problems(config: Config) -> Iterator[str]:
             "--use-opd has no teacher; add --opd-teacher-load FOLDER for one in the trainer, or --opd-teacher-urls "
             "NAME=URL for a server, or give a frozen model in --sglang-config"
         )
+    if opd.opd_teacher_urls and rollout.rollout_function_path is not None:
+        yield (
+            f"--opd-teacher-urls with --rollout-function-path {rollout.rollout_function_path}, which generates samples "
+            "itself: set sample.teacher_log_probs there, and remove --opd-teacher-urls"
+        )
     names = [_named(text)[0] for text in opd.opd_teacher_urls or ()]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"--opd-teacher-urls has two teachers named {name!r}; give each another name"

@@ -172,6 +172,7 @@ def test_teachers_are_urls_folders_and_the_reward_url(tmp_path):
         ({}, "--use-opd has no teacher"),
         ({"opd_teacher_urls": ("a=http://h:1", "a=http://h:2")}, "two teachers named 'a'"),
         ({"opd_teacher_urls": ("a=/none",)}, "/none"),
+        ({"opd_teacher_urls": ("http://h:1",), "rollout_function_path": "a.b"}, r"set sample\.teacher_log_probs there"),
         ({"opd_teacher_urls": ("http://h:1",), "opd_teacher_tokenizer": ("b=/t",)}, "is of no teacher; .* default"),
         ({"opd_teacher_urls": ("http://h:1",), "opd_teacher_tokenizer": ("/t",)}, "/t: no such folder"),
         (
