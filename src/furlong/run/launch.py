@@ -293,7 +293,8 @@ def _resume_hint(config: Config) -> str:
             f"no checkpoint was written yet (--save-interval is {config.checkpoint.save_interval} rollouts); the same "
             "command starts from the beginning"
         )
-    return f"resume from the last checkpoint with the same command and --load {save}"
+    more = "" if config.checkpoint.load == save else f", with --load {save}"
+    return f"the same command{more} resumes from the last checkpoint"
 
 
 def _run_loop(
