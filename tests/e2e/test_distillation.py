@@ -75,6 +75,7 @@ def test_a_server_and_the_trainer_give_the_same_log_probs(model, data, teacher, 
 @pytest.mark.nightly
 def test_the_quickstarts_model_learns_from_its_solved_self(tmp_path):
     """Seeds 2 and 3 and the other losses gain as much."""
+    (tmp_path / "solved").mkdir()
     solved = quickstart_flags(tmp_path / "solved", seed=42, num_rollout=80, is_async=False)
     assert main_train(solved) == 0
     problems, held_out = tmp_path / "problems.jsonl", tmp_path / "held_out.jsonl"
