@@ -180,10 +180,10 @@ def test_the_reference_is_loaded_before_anything_is_generated(has_own_folder, mo
     seen = []
     load, generate = FsdpBackend._load, EmbeddedEngine.generate
 
-    def loading(backend, folder, *, prepare, is_trained=False):
+    def loading(backend, folder, *, is_trained=False, **how):
         if not is_trained:
             seen.append("loaded")
-        return load(backend, folder, prepare=prepare, is_trained=is_trained)
+        return load(backend, folder, is_trained=is_trained, **how)
 
     async def generating(engine, *args, **kwargs):
         seen.append("generated")
