@@ -139,6 +139,16 @@ def test_the_reference_and_the_old_actor_count(command):
     assert more.trainer[0].total - plain.trainer[0].total == more.trainer[0].parts["frozen models"]
 
 
+def test_a_teacher_counts_with_its_own_size(command, tmp_path):
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(QWEN3_4B | {"num_hidden_layers": 72}))
+    words = command(use_opd=True, opd_teacher_load=tmp_path / "teacher", opd_loss="full")
+    parts = plan_memory(load(words).config, QWEN3_4B, device_bytes("h200")).trainer[0].parts
+    one = 2 * 4022272000
+    embedding = 2 * QWEN3_4B["vocab_size"] * QWEN3_4B["hidden_size"]
+    assert parts["frozen models"] == pytest.approx(2 * one - embedding, rel=1e-3)
+
+
 def test_an_engine_has_its_share_and_a_kv_capacity_in_tokens(command):
     words = command(engine="sglang", rollout_num_gpus=1, sglang_mem_fraction_static=0.5)
     plan = plan_memory(load(words).config, QWEN3_4B, device_bytes("h200"))
