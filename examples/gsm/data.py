@@ -12,7 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import reasoning_gym
+try:
+    import reasoning_gym
+except ModuleNotFoundError:
+    sys.exit("the problems are written by the package reasoning-gym, which is not installed; pip install reasoning-gym")
 
 REQUEST = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
