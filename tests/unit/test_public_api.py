@@ -22,10 +22,11 @@ def test_importing_furlong_imports_nothing_heavy():
     assert done.stdout.split() == ["2", "False"]  # furlong.version
 
 
-def test_what_modules_of_users_import_needs_no_torch():
+def test_what_modules_of_users_import_and_the_run_page_need_no_torch():
     code = (
         "import sys; from furlong import Args, Config, Group, RewardFunction, Sample, policy; "
-        "from furlong.agent import session; from furlong.environments import Step; print('torch' in sys.modules)"
+        "from furlong.agent import session; from furlong.environments import Step; "
+        "import furlong.commands.view_run; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -7,6 +7,8 @@ import importlib.util
 import pytest
 
 from furlong.config.command_line import examine, parse
+from furlong.diagnosis.preflight.context import PreflightContext
+from furlong.diagnosis.preflight.machine_checks import tracker_packages
 from furlong.errors import ConfigError
 from furlong.inference.supervisor.launch import check_startable
 from furlong.wiring import build
@@ -30,6 +32,14 @@ def test_a_missing_package_is_named(monkeypatch, missing, words, says):
     config = parse(["--rollout-num-gpus", "1", *words]).config
     with pytest.raises(ConfigError, match=says):
         check_startable(config, "cuda")
+
+
+def test_a_tracker_without_its_package_is_reported_before_the_start(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    context = PreflightContext(parse(["--use-wandb", "--use-mlflow"]).config)
+    found = [(each.finding.split()[0], each.remedy) for each in tracker_packages(context)]
+    install = "pip install 'furlong-rl[{}]'"
+    assert found == [("--use-wandb", install.format("wandb")), ("--use-mlflow", install.format("mlflow"))]
 
 
 def test_a_missing_package_is_reported_before_the_model_is_loaded(tmp_path, monkeypatch):
