@@ -72,7 +72,7 @@ class TrainFlags(TypedDict, total=False):
     rollout_task_type: str | Path
     """Task of the rollout buffer, for such functions."""
     fetch_trajectory_retry_times: int
-    """Attempts to read from the rollout buffer, for such functions. -1: no limit."""
+    """Attempts to read from the rollout buffer, without limit if -1, for such functions."""
     min_batch_collection_ratio: float
     """Share of a batch to wait for, for such functions."""
     custom_generate_function_path: str | Callable[..., Any] | None

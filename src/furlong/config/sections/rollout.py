@@ -132,7 +132,7 @@ class RolloutFlags:
     )
     rollout_task_type: str = flag("math", "Task of the rollout buffer, for such functions.", needs=_OF_FUNCTION)
     fetch_trajectory_retry_times: int = flag(
-        -1, "Attempts to read from the rollout buffer, for such functions. -1: no limit.", needs=_OF_FUNCTION
+        -1, "Attempts to read from the rollout buffer, without limit if -1, for such functions.", needs=_OF_FUNCTION
     )
     min_batch_collection_ratio: float = flag(
         1.0, "Share of a batch to wait for, for such functions.", needs=_OF_FUNCTION
