@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from furlong.algo.advantage import distilled, token_advantages
@@ -382,7 +383,9 @@ class RoundWorker:
                             "--use-routing-replay: the backend recorded no expert choices; does the model have experts?"
                         )
                     self._recorded_routes[rows.tobytes()] = stats.policy_routes
-            filled = {name: filled_column(batch, values, rest=0.0) for name, values in parts.items()}
+            filled: dict[str, NDArray[np.float32 | np.int32]] = {
+                name: filled_column(batch, values, rest=0.0) for name, values in parts.items()
+            }
             if (ids := filled.get("teacher_top_ids")) is not None:
                 filled["teacher_top_ids"] = ids.astype(np.int32)
         return batch.with_columns(**filled)
