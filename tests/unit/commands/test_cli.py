@@ -57,7 +57,7 @@ def test_bash_completes_commands_flags_and_values(capsys):
     assert main(["completion", "bash"]) == 0
     words = 'COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _furlong; echo "${COMPREPLY[@]}"'
     script = f"{capsys.readouterr().out}\ncomplete_line() {{ {words}; }}\n"
-    lines = ("furlong qu", "furlong train --rollout-b", "furlong doctor --engine s", "furlong train --load x")
+    lines = ("furlong qu", "furlong train --rollout-ba", "furlong doctor --engine s", "furlong train --load x")
     script += "\n".join(f"complete_line {line}" for line in lines)
     shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
     assert shown.splitlines() == ["quickstart", "--rollout-batch-size", "sglang", ""]

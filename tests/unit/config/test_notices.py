@@ -18,7 +18,8 @@ def test_a_flag_without_effect_has_one_line_and_is_an_error_with_strict_flags():
     for spec in flag_specs(Config).values():
         if not spec.instead:
             continue
-        words = [spec.flag] if spec.type is bool else [spec.flag, *(spec.choices[:1] or [VALUES[spec.type]])]
+        choices = [choice for choice in spec.choices or [VALUES.get(spec.type, "")] if choice != spec.default]
+        words = [spec.flag] if spec.type is bool else [spec.flag, choices[0]]
         (notice,) = notices(parse(words).config)
         assert notice.startswith(f"{spec.flag} ")
         assert spec.instead in notice
