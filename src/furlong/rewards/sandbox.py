@@ -157,14 +157,12 @@ class Sandbox:
                 is_late = error.overdue_at is not None
                 how = f"within {self._limits.start_timeout_s:g} s" if is_late else f"its process ended ({error})"
                 raise RewardError(f"the sandbox for {self.path} did not start: {how}") from error
-            if not isinstance(error, Exception):
-                raise
-            if self._limits.memory_limit_bytes and await self._loads_without_limit():
+            if isinstance(error, Exception) and self._limits.memory_limit_bytes and await self._loads_without_limit():
                 raise RewardError(
                     f"the reward function {self.path} cannot be loaded within --reward-memory-limit "
                     f"{self._limits.memory_limit_bytes / 2**30:.3g}, without the limit it can; raise it"
                 ) from error
-            if not isinstance(error, RewardError):
+            if isinstance(error, Exception) and not isinstance(error, RewardError):
                 raise RewardError(f"{type(error).__name__}: {error}") from error
             raise
         return worker
