@@ -40,7 +40,6 @@ PRELOADED = ("furlong.diagnosis.preflight", "furlong.config.command_line", "laun
 ON_PURPOSE = {
     "training in FP8": ("training in FP8",),
     "quantized rollouts": ("are quantized", "quantized weights", "quantization_config"),
-    "on-policy distillation": ("on-policy distillation", "on_policy_distillation"),
     "multimodal": ("models are text-only",),
     "LoRA": ("adapters (LoRA)",),
     "sizes that Megatron refuses too": ("training processes of a pipeline stage", "layers; use a divisor"),

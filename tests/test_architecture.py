@@ -94,7 +94,7 @@ BUDGET = {
     "sandboxes": 1460,
     "sessions": 3330,
     "sglang_layout": 770,
-    "slime_api": 1028,
+    "slime_api": 1031,
     "tools": 3559,
     "tracking": 1135,
     "training": 9667,

@@ -91,11 +91,19 @@ def test_slimes_functions_and_copies_of_them_set_the_teachers_log_probs(go, teac
 
 
 def test_each_sample_is_scored_by_its_teacher_at_the_likeliest_tokens(go, model, teacher, url, data, tmp_path):
-    """One teacher is a server, the other the start model in this process; a replay has the same columns."""
+    """One teacher is a server, the other the start model in this process; a replay has the same columns.
+
+    Miles's functions leave the samples to teachers by name.
+    """
     lines = [json.loads(line) for line in data.read_text().splitlines()]
     rows_of = [row | {"metadata": {"opd_teacher": ("far", "self")[i % 2]}} for i, row in enumerate(lines)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of))
     choice = {"opd_teacher_urls": [f"far={url}/generate", f"self={model}"], "opd_loss": "topk", "opd_log_prob_top_k": 3}
+    miles = "miles.rollout.on_policy_distillation"
+    choice |= {
+        "custom_rm_path": f"{miles}.reward_func",
+        "custom_reward_post_process_path": f"{miles}.post_process_rewards",
+    }
     shown, samples, batches = go(prompt_data=tmp_path / "rows.jsonl", **choice)
     folders = {"far": teacher, "self": model}
     for sample in samples[0]:
