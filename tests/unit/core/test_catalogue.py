@@ -21,7 +21,7 @@ OF_OTHER_COMMANDS = """
     --pid --run --list --explain --json --metric --device --step --template --thinking --host --port --response
     --with-checkpoint --enable-memory-saver --mem-fraction-static --kv-cache-dtype --shm-size --ipc --mem --calibrate
     --ulimit --pids-limit --gpus --time --requeue --exclude --object-store-memory
-    --help
+    --help --context-length
 """
 
 

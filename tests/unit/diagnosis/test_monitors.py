@@ -191,7 +191,7 @@ def test_any_reward_that_all_samples_have_is_named(reward: float) -> None:
     for of_groups in ({}, {"rollout/zero_std_frac": 1.0}):
         [found] = diagnose(*[row | of_groups] * 3, rollout_batch_size=64, rewards_normalization=bool(of_groups))
         assert f"every reward is {reward:g} for 3 steps" in found.finding
-        assert "the same value to any answer" in found.cause
+        assert "the same reward to any answer" in found.cause
 
 
 def test_rewards_whose_mean_is_0_are_not_all_0() -> None:

@@ -172,6 +172,8 @@ def test_sizes_of_a_compiled_layer_are_constants_in_a_sharded_model(monkeypatch)
 
     compile_function = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **options: compile_function(call, backend=record, **options))
+    if dist.is_initialized():  # by tests of another file
+        dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     layer = fully_shard(SizedLayer(), mesh=init_device_mesh("cpu", (1,)))
     layers = LayerStack(SimpleNamespace(base_model=SimpleNamespace(layers=nn.ModuleList([layer]))), compiled=True)

@@ -415,6 +415,8 @@ def teacher_kl(now: StepContext) -> Alert | None:
     if len(rows) < TEACHER_ROWS or not now.facts.config.opd.opd_kl_coef or now.reported("OPD02"):
         return None
     quarter = TEACHER_ROWS // 4
+    if now.step > TEACHER_ROWS + quarter:  # the rows do not begin where the run does
+        return None
     before, after = statistics.fmean(rows[:quarter]), statistics.fmean(rows[-quarter:])
     if before < CLOSE_TEACHER or after < before:
         return None
