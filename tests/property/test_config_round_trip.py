@@ -22,10 +22,11 @@ JSON = st.dictionaries(
 
 
 def values_of(spec: FlagSpec) -> st.SearchStrategy[Any]:
+    taken = {*VALUES, *([(spec.flag, "=")] if spec.kind == "append" else [])}  # a single = is that of `--flag = value`
     element = {
         int: st.integers(-(2**40), 2**40),
         float: st.floats(allow_nan=False, allow_infinity=False),
-        str: st.sampled_from(spec.choices) if spec.choices else TEXT.filter(lambda t: (spec.flag, t) not in VALUES),
+        str: st.sampled_from(spec.choices) if spec.choices else TEXT.filter(lambda t: (spec.flag, t) not in taken),
         bool: st.booleans(),
         dict: JSON,
     }[spec.type]

@@ -380,14 +380,14 @@ class EngineRollout:
         state.surplus = []
 
     def _end_of_data(self, state: _Round) -> None:
+        for group in state.kept:
+            self._ledger.dropped(group, "end_of_data")
         has_filter = self._hooks.dynamic_sampling_filter is not None
         if has_filter and state.drops and not (self._has_kept or state.rollout_id):
             raise DataError(f"nothing was trained: {_all_dropped(len(state.seen), state.drops)}")
         if state.kept:
             message = "rollout %d: the data ended with %d of %d groups; they are dropped (reason end_of_data)"
             logger.warning(message, state.rollout_id, len(state.kept), self._batch_size)
-        for group in state.kept:
-            self._ledger.dropped(group, "end_of_data")
 
     def _finish(self, state: _Round, kept: Sequence[Group], seconds: float) -> RolloutBatch:
         groups = sorted(kept, key=lambda g: g.index)

@@ -148,8 +148,8 @@ def test_verdicts_name_the_category(checker):
         checker.page([verdict], "slime")[-1]
         == "| [run.sh](" + checker.REPOSITORIES["slime"] + "/scripts/run.sh) | model | passes | `--moe-enable-deepep` |"
     )
-    opd = decide("--use-opd is not supported yet: on-policy distillation is not implemented; remove it")
-    assert (opd.status, opd.category) == ("on purpose", "on-policy distillation")
+    lora = decide("--lora-rank is not supported yet: adapters (LoRA) are not implemented; remove it")
+    assert (lora.status, lora.category) == ("on purpose", "LoRA")
     assert decide("unknown flag --x; remove it").category == "flags"
     note = decide(
         "--custom-rm-path a.b: importing a needs the module tau_bench.envs, which is not installed; install it"
