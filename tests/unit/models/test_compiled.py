@@ -165,6 +165,7 @@ class SizedLayer(nn.Module):
 
 def test_sizes_of_a_compiled_layer_are_constants_in_a_sharded_model(monkeypatch):
     sizes = []
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)  # as tests of Megatron-core set it on a CPU
 
     def record(graph, inputs):
         sizes.extend(int(x) for x in inputs if not isinstance(x, torch.Tensor))
