@@ -69,15 +69,15 @@ ALLOWED |= {
 }
 # Lines of Python per package, "furlong" for the modules that are in none.
 BUDGET = {
-    "algo": 1715,
-    "catalogue": 1290,
+    "algo": 1717,
+    "catalogue": 1269,
     "chat": 1390,
     "cluster": 1530,
     "commands": 1884,
     "config": 7260,
     "core": 4257,
     "data": 2872,
-    "diagnosis": 6513,
+    "diagnosis": 6258,
     "environments": 1200,
     "evals": 400,
     "files": 1287,
@@ -97,7 +97,7 @@ BUDGET = {
     "slime_api": 1031,
     "tools": 3559,
     "tracking": 1135,
-    "training": 9667,
+    "training": 9660,
     "transfer": 710,
     "view": 1540,
     "weight_sync": 2000,

@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from furlong.algo.logprob_compiled import Head, accumulate_matmul, accumulator, is_large, kernel, scaled
+from furlong.algo.logprob_compiled import Head, accumulator, head_gradients, kernel_if_large, scaled
 
 ELSEWHERE = -1  # a token of another rank's vocabulary
 
@@ -182,10 +182,6 @@ def chunk_grad(
     return (grad_CV / head.temperature).to(logits_CV.dtype)
 
 
-def _kernel(function: Callable[..., Any], head: Head, hidden_RD: Tensor, weight_VD: Tensor) -> Callable[..., Any]:
-    return kernel(function, head, hidden_RD.device if is_large(hidden_RD, weight_VD) else torch.device("cpu"))
-
-
 class _TargetHead(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -199,7 +195,7 @@ class _TargetHead(torch.autograd.Function):
         head: Head,
         shard: VocabShard,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        run = _kernel(chunk_sums, head, hidden_RD, weight_VD)
+        run = kernel_if_large(chunk_sums, head, hidden_RD, weight_VD)
         num_rows, num_targets = local_RM.shape
         new: dict[str, Any] = {"dtype": accumulator(hidden_RD), "device": hidden_RD.device}
         top_R, sums_R3 = torch.empty(num_rows, **new), torch.empty(num_rows, 3, **new)
@@ -243,26 +239,13 @@ class _TargetHead(torch.autograd.Function):
         hidden_RD, weight_VD, bias_V, local_RM, *columns = ctx.saved_tensors
         head: Head = ctx.head
         teacher: TeacherHead | None = ctx.teacher
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        run = _kernel(chunk_grad, head, hidden_RD, weight_VD)
-        total = accumulator(weight_VD)
-        grad_hidden = torch.empty_like(hidden_RD) if need_hidden else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=total) if need_weight else None
-        grad_bias = torch.zeros_like(bias_V, dtype=total) if need_bias else None
-        for rows in head.chunks(len(hidden_RD)):
+        run = kernel_if_large(chunk_grad, head, hidden_RD, weight_VD)
+
+        def logits_grad(rows: slice) -> Tensor:
             logits_CV = F.linear(hidden_RD[rows], weight_VD, bias_V)
             teacher_CV = None if teacher is None else teacher.logits(rows)
             each = [column[rows] for column in (local_RM, *columns)]
-            grad_CV = run(logits_CV, teacher_CV, *each, *(None if g is None else g[rows] for g in grads[:3]))
-            if grad_hidden is not None:
-                torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
-            if grad_weight is not None:
-                accumulate_matmul(grad_weight, grad_CV.t(), hidden_RD[rows])
-            if grad_bias is not None:
-                grad_bias += grad_CV.sum(0, dtype=total)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
-            None if grad_bias is None else grad_bias.to(bias_V.dtype),
-            *[None] * 5,
-        )
+            return run(logits_CV, teacher_CV, *each, *(None if g is None else g[rows] for g in grads[:3]))
+
+        inputs = hidden_RD, weight_VD, bias_V
+        return (*head_gradients(head, inputs, ctx.needs_input_grad[:3], logits_grad), *[None] * 5)

@@ -11,7 +11,7 @@ Axes: R response tokens, C rows of a chunk, V vocabulary, D width.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -132,6 +132,13 @@ def kernel(function: Callable[..., Any], head: Head, device: torch.device) -> Ca
     return lambda *tensors: function(*tensors, head)
 
 
+def kernel_if_large(
+    function: Callable[..., Any], head: Head, hidden_RD: Tensor, weight_VD: Tensor
+) -> Callable[..., Any]:
+    """Return `kernel` of the device, not compiled if there are too few logits for it."""
+    return kernel(function, head, hidden_RD.device if is_large(hidden_RD, weight_VD) else torch.device("cpu"))
+
+
 def stats(
     hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_R: Tensor, head: Head
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -167,30 +174,43 @@ class CompiledHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]  once_differentiable is untyped
         """Return the gradients of hidden states, weight and bias."""
         hidden_RD, weight_VD, bias_V, targets_R, lse_R, entropy_R, logits_RV = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         head: Head = ctx.head
         run = kernel(chunk_grad, head, hidden_RD.device)
         columns = (targets_R, lse_R, entropy_R.detach() if head.entropy_grad else None, *grads)
-        grad_hidden = torch.empty_like(hidden_RD) if need_hidden else None
-        total = accumulator(weight_VD)
-        grad_weight = torch.zeros_like(weight_VD, dtype=total) if need_weight else None
-        grad_bias = torch.zeros_like(bias_V, dtype=total) if need_bias else None
-        for rows in head.chunks(hidden_RD.shape[0]):
+
+        def logits_grad(rows: slice) -> Tensor:
             logits_CV = logits_RV if logits_RV is not None else F.linear(hidden_RD[rows], weight_VD, bias_V)
-            grad_CV = run(logits_CV, *(None if column is None else column[rows] for column in columns))
-            if grad_hidden is not None:
-                torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
-            if grad_weight is not None:
-                accumulate_matmul(grad_weight, grad_CV.t(), hidden_RD[rows])
-            if grad_bias is not None:
-                grad_bias += grad_CV.sum(0, dtype=total)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
-            None if grad_bias is None else grad_bias.to(bias_V.dtype),
-            None,
-            None,
-        )
+            return run(logits_CV, *(None if column is None else column[rows] for column in columns))
+
+        inputs = hidden_RD, weight_VD, bias_V
+        return (*head_gradients(head, inputs, ctx.needs_input_grad[:3], logits_grad), None, None)
+
+
+def head_gradients(
+    head: Head,
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+    needed: Sequence[bool],
+    logits_grad: Callable[[slice], Tensor],
+) -> list[Tensor | None]:
+    """Return the gradients of hidden states, weight and bias that are `needed`, from those of each chunk's logits."""
+    hidden_RD, weight_VD, bias_V = inputs
+    total = accumulator(weight_VD)
+    grad_hidden = torch.empty_like(hidden_RD) if needed[0] else None
+    grad_weight = torch.zeros_like(weight_VD, dtype=total) if needed[1] else None
+    grad_bias = torch.zeros_like(bias_V, dtype=total) if bias_V is not None and needed[2] else None
+    for rows in head.chunks(len(hidden_RD)):
+        grad_CV = logits_grad(rows)
+        if grad_hidden is not None:
+            torch.mm(grad_CV, weight_VD, out=grad_hidden[rows])
+        if grad_weight is not None:
+            accumulate_matmul(grad_weight, grad_CV.t(), hidden_RD[rows])
+        if grad_bias is not None:
+            grad_bias += grad_CV.sum(0, dtype=total)
+    return [
+        grad_hidden,
+        None if grad_weight is None else grad_weight.to(weight_VD.dtype),
+        None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype),
+    ]
 
 
 def accumulate_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:

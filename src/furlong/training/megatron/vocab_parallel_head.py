@@ -9,7 +9,6 @@ from __future__ import annotations
 
 # torch leaves autograd functions untyped
 # pyright: reportIncompatibleMethodOverride=false
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from furlong.algo.distillation import VocabShard
-from furlong.algo.logprob_compiled import Head, accumulate_matmul, accumulator, chunk_grad, is_large, kernel, scaled
+from furlong.algo.logprob_compiled import Head, accumulator, chunk_grad, head_gradients, kernel_if_large, scaled
 from furlong.interfaces import TokenStats
 
 OTHER_RANK = -1  # a target in another rank's vocabulary
@@ -99,7 +98,7 @@ class _VocabParallelHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_RD: Tensor, weight_VD: Tensor, local_R: Tensor, group: Any, head: Head
     ) -> tuple[Tensor, Tensor]:
-        run = _kernel(chunk_sums, head, hidden_RD, weight_VD)
+        run = kernel_if_large(chunk_sums, head, hidden_RD, weight_VD)
         columns_4R = hidden_RD.new_empty((4, len(hidden_RD)), dtype=accumulator(hidden_RD))
         for rows in head.chunks(len(hidden_RD)):
             columns = run(F.linear(hidden_RD[rows], weight_VD), local_R[rows])
@@ -125,20 +124,15 @@ class _VocabParallelHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_RD, weight_VD, local_R, lse_R, entropy_R = ctx.saved_tensors
         head: Head = ctx.head
-        run = _kernel(chunk_grad, head, hidden_RD, weight_VD)
+        run = kernel_if_large(chunk_grad, head, hidden_RD, weight_VD)
         columns = (local_R, lse_R, entropy_R.detach() if head.entropy_grad else None, *grads)
-        grad_hidden_RD = torch.empty_like(hidden_RD)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=accumulator(weight_VD))
-        for rows in head.chunks(len(hidden_RD)):
+
+        def logits_grad(rows: slice) -> Tensor:
             logits_CV = F.linear(hidden_RD[rows], weight_VD)
-            grad_CV = run(logits_CV, *(None if column is None else column[rows] for column in columns))
-            torch.mm(grad_CV, weight_VD, out=grad_hidden_RD[rows])
-            accumulate_matmul(grad_weight_VD, grad_CV.t(), hidden_RD[rows])
-        return grad_hidden_RD, grad_weight_VD.to(weight_VD.dtype), None, None, None
+            return run(logits_CV, *(None if column is None else column[rows] for column in columns))
 
-
-def _kernel(function: Callable[..., Any], head: Head, hidden_RD: Tensor, weight_VD: Tensor) -> Callable[..., Any]:
-    return kernel(function, head, hidden_RD.device if is_large(hidden_RD, weight_VD) else torch.device("cpu"))
+        inputs, needed = (hidden_RD, weight_VD, None), (True, True, False)
+        return (*head_gradients(head, inputs, needed, logits_grad)[:2], None, None, None)
 
 
 class GatherTokens(torch.autograd.Function):
