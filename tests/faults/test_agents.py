@@ -10,7 +10,6 @@ from faults_marker import fault
 from furlong.config.command_line import config_from_values
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
-from furlong.inference.embedded import engine
 from runs import rows
 
 HERE = Path(faulty_agents.__file__)
@@ -54,19 +53,6 @@ def test_a_template_that_counts_messages_from_the_end(tmp_path):
     assert "--chat-template-path" in found["AGT03"]["remedy"]
 
 
-@fault("AGT04")
-def test_an_engine_that_has_no_room_for_prompts(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "PREFIX_TOKENS", 1)
-    code, found = run(tmp_path / "run", **agent(faulty_agents.converses) | {"num_rollout": 3})
-    assert (code, {id for id in found if id.startswith("AGT")}) == (0, {"AGT04"})
-    assert found["AGT04"]["evidence"]["best"] < 0.5
-    assert "--max-concurrent-episodes" in found["AGT04"]["remedy"]
-    monkeypatch.undo()
-    code, found = run(tmp_path / "mended", **agent(faulty_agents.converses) | {"num_rollout": 3})
-    assert (code, {id for id in found if id.startswith("AGT")}) == (0, set())
-    assert rows(tmp_path / "mended")[0]["rollout/prefix_cache_hit_frac"] > 0.99
-
-
 @fault("AGT05")
 def test_an_environment_that_sleeps_in_an_async_method(tmp_path):
     def environment(kind):
@@ -97,16 +83,16 @@ def test_agents_that_give_up_before_their_first_request(tmp_path):
     assert "base_url" in found["AGT07"]["remedy"]
 
 
-@fault("AGT08")
+@fault("AGT06")
 def test_environments_that_crash_their_process(tmp_path):
     environment = {"environment": [f"{HERE}:Crashing"], "num_rollout": 1, "rm_type": None, "rollout_batch_size": 2}
     code, found = run(tmp_path / "run", env_workers=["process", "2"], **environment)
-    assert (code, "AGT08" in found, "AGT06" in found) == (0, True, False)
-    assert found["AGT08"]["evidence"]["ended"] == rows(tmp_path / "run")[0]["rollout/episodes/process_ended"] >= 1
+    assert (code, "AGT06" in found) == (0, True)
+    assert found["AGT06"]["evidence"]["ended"] == rows(tmp_path / "run")[0]["rollout/episodes/process_ended"] >= 1
     assert "the process of the environment ended" in (tmp_path / "run" / "run.log").read_text()  # as the remedy has it
 
 
 def test_a_few_forks_and_rendering_by_choice_are_healthy():
     row = {"session/forked_frac": 0.2, "session/branch_reason/stripped": 9.0, "rollout/episodes/reissued": 1.0}
     chosen = RunFacts(config_from_values({"session_history": "template"}))
-    assert MonitorSuite(MONITORS, chosen).step(1, row | {"rollout/prefix_cache_hit_frac": 0.1}) == []
+    assert MonitorSuite(MONITORS, chosen).step(1, row) == []

@@ -43,20 +43,6 @@ ROWS = (
         "rewrites.",
     ),
     Row(
-        "AGT04",
-        "prompts of turns are computed again",
-        "R",
-        "warning",
-        symptom="Turns become slower with the length of their conversation.",
-        cause="The engine drops cached prompts before their next turn, or the turns of an episode go to different "
-        "engines.",
-        checked="rollout/prefix_cache_hit_frac of several steps: prompt tokens that turns repeat under the same "
-        "weights, and that were cached.",
-        remedy="Run fewer episodes at a time with --max-concurrent-episodes. With engine servers keep "
-        "--sglang-router-strategy consistent_hashing, remove --sglang-disable-radix-cache, or raise "
-        "--sglang-mem-fraction-static.",
-    ),
-    Row(
         "AGT05",
         "an environment blocks the event loop",
         "R",
@@ -69,14 +55,18 @@ ROWS = (
     ),
     Row(
         "AGT06",
-        "sandboxes are lost",
+        "sandboxes or processes of episodes are lost",
         "R",
         "warning",
         symptom="Episodes start over, or are missing from the batch.",
-        cause="A sandbox, or a server that the agent needs, failed (`InfraError`).",
-        checked="The fraction of episodes of a step that InfraError ended or started over.",
-        remedy="Find the reason in the log (`grep 'the infrastructure of' run.log`). Check the limits and the free "
-        "memory of the machine that runs the sandboxes, or run fewer with --max-concurrent-episodes.",
+        cause="A sandbox, or a server that the agent needs, failed (`InfraError`); or code of the environment or agent "
+        "function crashed its process of --env-workers, with all episodes in it.",
+        checked="The fraction of episodes of a step that InfraError or the end of their process ended or started over.",
+        remedy="Find the reason in the log (`grep -e 'the infrastructure of' -e 'the process of the environment ended' "
+        "run.log`). Check the limits and the free memory of the machine that runs the sandboxes, or run fewer with "
+        "--max-concurrent-episodes. Signals 6, 7, 8 and 11 are crashes of native code: debug the method that the log "
+        "names. Signal 9 is usually the kernel that is out of memory: use fewer processes with --env-workers, or set "
+        "--agent-memory-limit, which raises MemoryError.",
     ),
     Row(
         "AGT07",
@@ -90,19 +80,5 @@ ROWS = (
         remedy="Read the last refused request in the log (`grep 'last request was refused' run.log`). Without one, let "
         "the agent use `base_url` (a function) or OPENAI_BASE_URL and OPENAI_API_KEY (a command). Print "
         "what it does in one episode with --rollout-batch-size 1.",
-    ),
-    Row(
-        "AGT08",
-        "processes of environments end",
-        "R",
-        "warning",
-        symptom="Episodes start over, or are missing from the batch. One episode takes others with it.",
-        cause="Code of the environment or agent function crashed its process of --env-workers, or the machine ran out "
-        "of memory. All episodes in that process are lost.",
-        checked="Episodes that were started over because the process of their environment or agent function ended.",
-        remedy="Find how it ended in the log (`grep 'the process of the environment ended' run.log`). Signals 6, 7, 8 "
-        "and 11 are crashes of native code: debug the method that the log names. Signal 9 is usually the kernel that "
-        "is out of memory: use fewer processes with --env-workers, or set --agent-memory-limit, which raises "
-        "MemoryError.",
     ),
 )

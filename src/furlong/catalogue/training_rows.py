@@ -13,8 +13,7 @@ ROWS = (
         symptom="Gradients explode; a double chat template; answers that ignore the question.",
         cause="The data already contains the model's special tokens and --apply-chat-template adds them again; or it "
         "contains messages, which need a template.",
-        checked="The first prompts: special tokens of the tokenizer in them against --apply-chat-template; whether the "
-        "template starts the answer.",
+        checked="The first prompts: special tokens of the tokenizer in them against --apply-chat-template.",
         remedy="Remove --apply-chat-template for prompts that are already rendered; add it for messages and plain "
         "questions.",
         guides=(MQ, MD, SQ),
@@ -53,7 +52,7 @@ ROWS = (
         symptom="Generation is endless, or always runs to the length limit.",
         cause="The token that ends a turn in the chat template is not a stop token.",
         checked="The chat template's end of turn, the tokenizer's eos, generation_config's eos and the --rollout-stop "
-        "flags; whether these are inside of labels.",
+        "flags.",
         remedy="Add the token with --rollout-stop-token-ids, or its text with --rollout-stop TEXT.",
         guides=(MQ, SQ),
     ),
@@ -64,8 +63,7 @@ ROWS = (
         "warning",
         symptom="Engines are busy for a long time and no response arrives.",
         cause="Stop tokens are wrong, or the length limit is far above or below what the answers need.",
-        checked="Nine in ten of the first responses are truncated, or none has ended after some time; half of those of "
-        "an evaluation with a limit of its own.",
+        checked="Nine in ten of the first responses are truncated, or none has ended after some time.",
         remedy="Set --rollout-stop-token-ids, or change --rollout-max-response-len.",
         guides=(MQ, SQ),
     ),
@@ -90,7 +88,7 @@ ROWS = (
         symptom="Out of memory or truncated answers in multi-turn runs.",
         cause="History grows with each turn.",
         checked="The fraction of samples ended by the context length, by turn.",
-        remedy="Keep fewer turns in the generate function, or raise --rollout-max-context-len (and "
+        remedy="Keep fewer turns (--max-turns limits those of agents), or raise --rollout-max-context-len (and "
         "--sglang-context-length, if set).",
         guides=(SQ, ST),
     ),
@@ -146,8 +144,8 @@ ROWS = (
         symptom="The reward function raises, hangs, or returns an invalid reward.",
         cause="It does not handle the labels in the data, or a response without an answer; or its server or process "
         "failed.",
-        checked="It is imported, its signature checked, and it is called on a row of the data: with the label as the "
-        "response, with the label and the model's end of turn, and with a wrong response.",
+        checked="It is imported, its signature checked, and it is called on a row of the data, with the label as the "
+        "response and with a wrong response.",
         remedy="The message has the traceback, the value or the type; test changes with `furlong reward test`.",
         guides=(ST,),
     ),
@@ -196,7 +194,7 @@ ROWS = (
         cause="Candidates: a reward that takes a missing answer for a right one; checks that run in the process of the "
         "code under test, so that its exit ends them; a reward for brevity, where this is intended.",
         checked="Samples with the highest reward of a rollout whose text is empty, or calls `os._exit`, if nearly all "
-        "such samples have that reward and others have less; evaluations that fall while the reward rises.",
+        "such samples have that reward and others have less.",
         remedy="Read such samples with `furlong view`, and pass one to `furlong reward test`. For code, compare "
         "outputs outside of the sandbox (docs: What a policy can and cannot reach).",
     ),
@@ -325,18 +323,6 @@ ROWS = (
         remedy="Check the teacher's folder or server, and --load and --ref-load.",
     ),
     Row(
-        "OPD03",
-        "the KL to the teacher does not fall",
-        "R",
-        "warning",
-        symptom="train/opd_reverse_kl stays where it began.",
-        cause="Candidates: the learning rate or --opd-kl-coef is too low, rewards pull the other way, the samples are "
-        "too old, or the teacher knows something that the policy does not see, such as a privileged prompt.",
-        checked="The KL of the last 16 of 64 rollouts against that of the first 16.",
-        remedy="Raise --lr or --opd-kl-coef; lower --opd-task-reward-coef; use --opd-loss topk or full, with less "
-        "variance.",
-    ),
-    Row(
         "OPD04",
         "the teacher's log-probs have another temperature",
         "P",
@@ -344,8 +330,7 @@ ROWS = (
         symptom="The KL to the teacher does not fall below a constant.",
         cause="SGLang's log-probs of given tokens have temperature 1, whatever the request says; the policy's have "
         "--rollout-temperature.",
-        checked="--rollout-temperature is not 1, and the teacher is a server other than `furlong serve`, or asked by "
-        "a function of yours.",
+        checked="--rollout-temperature is not 1, and the teacher is a server other than `furlong serve`.",
         remedy="Use --rollout-temperature 1, `furlong serve`, a teacher in this process (NAME=FOLDER) or --opd-type "
         "trainer.",
     ),

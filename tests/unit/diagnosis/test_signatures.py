@@ -57,8 +57,6 @@ TEXTS: tuple[tuple[str, str, str], ...] = (
     ("DISK01", "ray.exceptions.OutOfDiskError: Local disk is full", "RAY_TMPDIR"),
     ("DISK01", "RuntimeError: [enforce fail at inline_container.cc:626] . unexpected pos 4608 vs 4502", "--save"),
     ("DISK01", "OSError: [Errno 122] Disk quota exceeded", "quota -s"),
-    ("DISK01", "OSError: [Errno 27] File too large", "ulimit -f"),
-    ("DISK01", "OSError: [Errno 30] Read-only file system: '/data'", "--save"),
     ("LIMIT01", "OSError: [Errno 24] Too many open files", "ulimit -n"),
     ("LIMIT01", "RuntimeError: can't start new thread", "ulimit -u"),
     ("CKPT04", "SafetensorError: Error while deserializing header: MetadataIncompleteBuffer", "furlong check DIR"),

@@ -1,11 +1,10 @@
-"""Monitors of agents: their histories, conversations, prefix hits and sandboxes."""
+"""Monitors of agents: their histories, conversations and sandboxes."""
 
 from __future__ import annotations
 
 from furlong.diagnosis.monitors.monitor import Alert, StepContext, StepMonitor
 
 FORKED = 0.25  # of the turns after the first; agents that compact their history fork now and then
-PREFIX_HITS, PREFIX_ROWS = 0.5, 3  # fraction below which, in each of these steps, repeated prompts were computed again
 LOST, LOST_LEAST = 0.01, 2  # of the samples, and at least: one sandbox may fail
 REISSUES = ("reissued", "infra", "process_ended")
 SILENT_WARNING = 0.01  # of the samples
@@ -53,48 +52,18 @@ def rewritten_history(now: StepContext) -> Alert | None:
     )
 
 
-def prefix_hits(now: StepContext) -> Alert | None:
-    """AGT04: prompts that turns repeat are computed again."""
-    shares = now.recent("rollout/prefix_cache_hit_frac", PREFIX_ROWS)
-    if len(shares) < PREFIX_ROWS or max(shares) >= PREFIX_HITS:
-        return None
-    return now.alert(
-        "AGT04",
-        f"of the prompt tokens that turns repeat, the engine had {shares[-1]:.0%} cached "
-        f"(at most {max(shares):.0%} in the last {PREFIX_ROWS} steps)",
-        evidence={"hits": shares[-1], "best": max(shares)},
-        level=1 - shares[-1],
-    )
-
-
-def lost_sandboxes(now: StepContext) -> Alert | None:
-    """AGT06: episodes that InfraError ended or started over."""
+def lost_episodes(now: StepContext) -> Alert | None:
+    """AGT06: episodes that InfraError, or the end of their process, ended or started over."""
     reissued, lost, ended = (now.row.get(f"rollout/episodes/{name}", 0.0) for name in REISSUES)
-    reissued -= ended  # AGT08
     share = reissued / max(now.facts.num_samples, 1)  # those that are lost were started over, too
-    if reissued < LOST_LEAST or share < LOST:
+    if not ended and (reissued < LOST_LEAST or share < LOST):
         return None
     return now.alert(
         "AGT06",
-        f"{reissued:.0f} of about {now.facts.num_samples} episodes lost a sandbox or server and were started over; "
-        f"{lost:.0f} of them lost it again and are left out of the batch",
-        evidence={"reissued": reissued, "lost": lost, "share": share},
-        level=share,
-    )
-
-
-def ended_environments(now: StepContext) -> Alert | None:
-    """AGT08: episodes whose environment lost its process."""
-    ended = now.row.get("rollout/episodes/process_ended", 0.0)
-    share = ended / max(now.facts.num_samples, 1)
-    if not ended:
-        return None
-    return now.alert(
-        "AGT08",
-        f"{ended:.0f} of about {now.facts.num_samples} episodes lost the process of their environment and were started "
-        "over, each in a process of its own",
-        severity="warning" if ended >= LOST_LEAST and share >= LOST else "info",
-        evidence={"ended": ended, "share": share},
+        f"{reissued:.0f} of about {now.facts.num_samples} episodes lost a sandbox, a server or their process "
+        f"({ended:.0f}) and were started over; {lost:.0f} of them lost it again and are left out of the batch",
+        severity="info" if reissued < LOST_LEAST or share < LOST else "warning",
+        evidence={"reissued": reissued, "lost": lost, "ended": ended, "share": share},
         level=share,
     )
 
@@ -119,8 +88,6 @@ MONITORS = (
     StepMonitor("AGT01", encoded_again, again=5),
     StepMonitor("AGT02", forks, again=2),
     StepMonitor("AGT03", rewritten_history, again=5),
-    StepMonitor("AGT04", prefix_hits, again=1.5),
-    StepMonitor("AGT06", lost_sandboxes, again=2),
+    StepMonitor("AGT06", lost_episodes, again=2),
     StepMonitor("AGT07", silent_agents, again=5),
-    StepMonitor("AGT08", ended_environments, again=2),
 )

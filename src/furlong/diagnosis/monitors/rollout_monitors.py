@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +19,7 @@ from furlong.tools.template_test import describe_ends
 TRUNCATED, TRUNCATED_SAMPLES = 0.9, 32  # share of the first samples; tight limits of healthy recipes truncate 0.3-0.7
 WARM = 0.5  # a temperature at which responses differ, unless the policy is certain
 HOT = 1.5  # a temperature at which few tokens are those that the model would choose
-EARNS_MORE, EARNS_AS_MUCH = 1.5, 0.75  # times the reward before: longer responses pay, or cost nothing
-END, CUT_OFF = "-truncated_ratio", 0.5  # of evaluation sets: the metric, and the share that says that a limit is wrong
+EARNS = 0.75  # times the reward before, from which on longer responses cost nothing
 SHORT_ANSWER = 4  # a limit below which answers that get rewards need no end of turn, as of classifiers
 ENDED, BROKEN_ROWS, BROKEN_SAMPLES = 0.3, 3, 96  # share cut off at first; later steps in a row, and their samples
 NO_SPREAD_STEPS, NO_SPREAD_SAMPLES = 3, 64  # in a row; at 10 % right answers, 64 are equal once in 700 times
@@ -36,50 +34,29 @@ SLOWER, SLOW_ROWS, USUAL_ROWS, SLOW_LEAST_S = 3.0, 3, 5, 1.0  # times the usual,
 DATA_SHARE, DATA_LEAST_S, DATA_ROWS = 0.2, 0.1, 3  # of these steps together, and at least on average
 HACKS, HACK_SHARE = 8, 0.9  # suspicious samples with the highest reward, and their share of the suspicious ones
 REWARD_SHARE, REWARD_LEAST_S, REWARD_ROWS = 0.5, 1.0, 3  # of a rollout, in each of these steps, and at least
-SCORE, FELL = re.compile(r"eval/(?!.*(-truncated_ratio|-pass@\d+)$)[^/]+"), 0.4  # of a set; its part that is left
 CONTEXT_FULL = 0.1  # of the samples
 LIMITED = "rollout/episodes/limit/"  # number of episodes that ended at this limit
-EPISODE_LIMITS = {
-    "turns": "--max-turns",
-    "tokens": "--max-episode-tokens",
-    "episode_time": "--episode-timeout",
-    "turn_time": "--turn-timeout",
-    "tool_time": "--tool-timeout",
-}
 TOKEN_RATE = "perf/tokens_per_gpu_per_sec"
 SPEEDS = {TOKEN_RATE, "perf/longest_sample_tokens_per_sec"}
 SAME_RESPONSES = 0.9  # of the groups
 DECAYED = 1e-2  # of the weights, in each step, from which on weight decay may be what breaks a policy
 # Findings that may be why rewards carry no signal.
 EXPLAINING = [
-    "DATA01",
-    "DATA02",
-    "TPL01",
-    "TPL02",
-    "TPL03",
-    "STOP01",
-    "STOP02",
-    "REW01",
-    "REW03",
-    "HOOK01",
-    "TOOL01",
-    "TOOL02",
+    "DATA01", "DATA02", "TPL01", "TPL02", "TPL03", "STOP01", "STOP02", "REW01", "REW03", "HOOK01", "TOOL01", "TOOL02",
     "NUM02",
-]
+]  # fmt: skip
 
 
 def truncation(now: StepContext) -> Alert | None:
     """STOP02: the first responses are cut off, or all of them for many steps after those of the first step ended."""
     facts, rollout = now.facts, now.facts.config.rollout
     ratios = now.recent("rollout/truncated_ratio", HISTORY)
-    ratio, limit = now.row.get("rollout/truncated_ratio"), rollout.rollout_max_response_len
-    if ratio is not None and facts.generating_flag:  # TOOL02
+    ratio, limit = now.row.get("rollout/truncated_ratio", 0.0), rollout.rollout_max_response_len
+    if facts.generating_flag:  # TOOL02
         ratio -= now.row.get("rollout/context_full_frac", 0.0)
-        limited = sum(now.row.get(LIMITED + name, 0.0) for name in ("environment", *EPISODE_LIMITS))
-        ratio -= limited / (facts.num_samples or math.inf)
-    if ratio is None or ratio < TRUNCATED:
-        return None
-    if now.reported("TPL03"):
+        limited = [n for name, n in now.row.items() if name.startswith(LIMITED) and name != f"{LIMITED}context"]
+        ratio -= sum(limited) / (facts.num_samples or math.inf)
+    if ratio < TRUNCATED or now.reported("TPL03"):
         return None
     if limit is not None and limit < SHORT_ANSWER and now.row.get("rollout/reward_range", 0.0) > 0:
         return None
@@ -103,19 +80,15 @@ def truncation(now: StepContext) -> Alert | None:
     }
     if has_ended:  # with the same flags, responses ended before the weights changed
         finding += f" ({ratios[0]:.0%} in the first step)"
-        rewards, gain = now.recent("rollout/raw_reward", HISTORY), 0.0
+        cause, remedy = _broken(facts.config)
+        rewards = now.recent("rollout/raw_reward", HISTORY)
         if len(rewards) > rows:
             before = statistics.fmean(rewards[:-rows])
             evidence |= {"reward_before": before, "reward": rewards[-1]}
             finding += f"; the mean reward is {rewards[-1]:.3g}, before it was {before:.3g}"
-            gain = statistics.fmean(rewards[-rows:]) / before if before > 0 else 0.0
-        cause, remedy = _broken(facts.config)
-        if gain > EARNS_MORE:
-            cause = "Longer responses have earned higher rewards."
-            remedy = "raise --rollout-max-response-len if answers need that length, or let the reward depend less on it"
-        elif gain > EARNS_AS_MUCH:
-            cause = f"The reward does not ask for an end: without one, responses get about as much as before. {cause}"
-            remedy = f"look at samples in `furlong view`, and give less to responses without an end; {remedy}"
+            if before > 0 and statistics.fmean(rewards[-rows:]) > EARNS * before:
+                cause = f"The reward does not ask for an end: without one, responses get as much as before. {cause}"
+                remedy = f"give less to responses without an end, or raise --rollout-max-response-len; {remedy}"
         return now.alert("STOP02", finding, cause=cause, remedy=remedy, evidence=evidence, kind="broken")
     raised = "--rollout-max-response-len" if limit else "--rollout-max-context-len"
     ends, missing = _end_tokens(facts)
@@ -128,8 +101,7 @@ def truncation(now: StepContext) -> Alert | None:
         cause = f"--rollout-min-new-tokens {rollout.rollout_min_new_tokens} leaves no room for an end of turn."
         remedy = f"lower --rollout-min-new-tokens, or raise {raised}"
     elif rollout.rollout_temperature > HOT:
-        cause = f"At --rollout-temperature {rollout.rollout_temperature:g} tokens are nearly random."
-        remedy = "use a --rollout-temperature of about 1"
+        cause, remedy = _hot(facts.config)
     elif missing:
         cause = "The chat template ends a turn with a token that does not stop generation."
         ids = " ".join(map(str, missing))
@@ -137,30 +109,9 @@ def truncation(now: StepContext) -> Alert | None:
     return now.alert("STOP02", finding + (f"; {ends}" if ends else ""), cause=cause, remedy=remedy, evidence=evidence)
 
 
-def truncated_evaluation(now: StepContext) -> Alert | None:
-    """STOP02: answers of an evaluation set are cut off by a limit of its own, below that of training."""
-    flags, limit = now.facts.config.eval, now.facts.config.rollout.rollout_max_response_len
-    own = flags.eval_max_response_len
-    trained = now.row.get("rollout/truncated_ratio", 1.0)
-    if own is None or limit is None or own >= limit or trained > ENDED:
-        return None
-    cut = {
-        name.removeprefix("eval/").removesuffix(END): ratio
-        for name, ratio in now.row.items()
-        if name.startswith("eval/") and name.endswith(END) and ratio >= CUT_OFF
-    }
-    if not cut:
-        return None
-    name, ratio = max(cut.items(), key=lambda item: item[1])
-    return now.alert(
-        "STOP02",
-        f"{ratio:.0%} of the answers to evaluation set {name} were cut off at --eval-max-response-len {own}; in "
-        f"training, with --rollout-max-response-len {limit}, {trained:.0%}",
-        cause="The limit of evaluations is below what answers need.",
-        remedy=f"use --eval-max-response-len {limit}",
-        evidence={"set": name, "truncated_ratio": ratio, "max_response_len": own},
-        kind="evaluation",
-    )
+def _hot(config: Config) -> tuple[str, str]:
+    cause = f"At --rollout-temperature {config.rollout.rollout_temperature:g} tokens are nearly random."
+    return cause, "use a --rollout-temperature of about 1"
 
 
 def _end_tokens(facts: RunFacts) -> tuple[str, list[int]]:
@@ -197,14 +148,7 @@ def rewards_without_spread(now: StepContext) -> Alert | None:
 def _broken(config: Config, *, is_early: bool = False) -> tuple[str, str]:
     """Return candidates for what broke a policy, of the flags that are set, and what to do."""
     algo, flags = config.algo, config.optim
-    decay = flags.lr * flags.weight_decay
-    filters = {
-        "--rollout-sample-filter-path": config.rollout.rollout_sample_filter_path,
-        "--dynamic-sampling-filter-path": config.rollout.dynamic_sampling_filter_path,
-    }
-    functions = " and ".join(
-        filter(None, (_custom_functions(config), *(flag for flag, path in filters.items() if path)))
-    )
+    decay, functions = flags.lr * flags.weight_decay, _custom_functions(config, filters=True)
     suspects = {
         f"--entropy-coef {algo.entropy_coef:g} (0.001 is common)": algo.entropy_coef > 0,
         f"--kl-loss-coef {algo.kl_loss_coef:g} (0.001 to 0.1 are common)": algo.use_kl_loss and algo.kl_loss_coef > 0.1,
@@ -218,16 +162,18 @@ def _broken(config: Config, *, is_early: bool = False) -> tuple[str, str]:
     return f"Training may have broken the policy. Candidates: {'; '.join(candidates)}.", remedy
 
 
-def _custom_functions(config: Config) -> str:
+def _custom_functions(config: Config, *, filters: bool = False) -> str:
     """Name the flags of functions that decide about the gradient."""
-    algo = config.algo
+    algo, rollout = config.algo, config.rollout
     paths = {
         "--custom-loss-function-path": algo.custom_loss_function_path,
         "--custom-pg-loss-reducer-function-path": algo.custom_pg_loss_reducer_function_path,
         "--custom-advantage-function-path": algo.custom_advantage_function_path,
         "--custom-reward-post-process-path": config.reward.custom_reward_post_process_path,
-        "--custom-convert-samples-to-train-data-path": config.rollout.custom_convert_samples_to_train_data_path,
-        "--rollout-data-postprocess-path": config.rollout.rollout_data_postprocess_path,
+        "--custom-convert-samples-to-train-data-path": rollout.custom_convert_samples_to_train_data_path,
+        "--rollout-data-postprocess-path": rollout.rollout_data_postprocess_path,
+        "--rollout-sample-filter-path": filters and rollout.rollout_sample_filter_path,
+        "--dynamic-sampling-filter-path": filters and rollout.dynamic_sampling_filter_path,
     }
     return " and ".join(flag for flag, path in paths.items() if path)
 
@@ -270,13 +216,8 @@ def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
     facts, in_groups = now.facts, _compares_in_groups(now.row, now.facts)
     before = [row["rollout/raw_reward"] for row in now.history if "rollout/raw_reward" in row][: 1 - rows]
     best = max(_means(before, min(len(before), COLLAPSE_ROWS)), default=0.0) if before else 0.0
-    is_same = now.row.get("rollout/reward_range", 0.0) == 0
-    if (
-        is_same
-        and reward == 0
-        and best >= COLLAPSE_OF
-        and best * rows * (facts.num_samples or math.inf) >= COLLAPSE_SUM
-    ):
+    is_same, num_samples = now.row.get("rollout/reward_range", 0.0) == 0, facts.num_samples or math.inf
+    if is_same and reward == 0 and best >= COLLAPSE_OF and best * rows * num_samples >= COLLAPSE_SUM:
         return _collapse(now, best, reward, f"and stayed there for {rows} steps: there is no learning signal")
     is_known = is_same and (reward in (0.0, 1.0) or "rollout/reward_range" in now.row)
     pattern = f"every reward is {reward:.3g}" if is_known else "all samples of each group score the same"
@@ -285,7 +226,52 @@ def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
         for event in [*now.events.get("equal_rewards", ())][-1:]
         if is_known
     )
-    label_key, scorer = facts.config.data.label_key, facts.config.reward
+    cause, remedy = _cause_of_equal_rewards(now, reward)
+    rollout, source, label_key = facts.config.rollout, facts.config.data.data_source_path, facts.config.data.label_key
+    if in_groups and not is_known and now.row.get("rollout/same_response_frac", 0.0) >= SAME_RESPONSES:
+        is_cold = rollout.rollout_temperature < WARM
+        generating = facts.generating_flag
+        cases = [
+            (is_cold, f"--rollout-temperature {rollout.rollout_temperature:g}", "raise --rollout-temperature"),
+            (generating, f"{generating}, which may not pass on `sampling_params`", f"correct {generating}"),
+            (source, f"one seed for all of them in --data-source-path {source}", "leave Sample.seed unset there"),
+            (not is_cold, "a policy that is certain of its answers", "use harder data, or lower --lr"),
+        ]  # fmt: skip
+        named = [each for each in cases if each[0]]
+        cause = f"All samples of a prompt have the same response. Candidates: {'; '.join(each[1] for each in named)}."
+        remedy = "; ".join(each[2] for each in named)
+    elif in_groups and not is_known:  # the verifier does distinguish right and wrong answers
+        cause = (
+            "Responses to a prompt differ, their rewards do not. Candidates: a reward that depends on the prompt only "
+            "(a cache, a value for the whole group), or prompts that are answered always or never."
+        )
+        remedy = (
+            "compare the samples of a prompt in `furlong view`; correct the reward, or raise --n-samples-per-prompt "
+            "and use prompts that are sometimes answered right"
+        )
+    elif known := " and ".join(now.reported(*EXPLAINING)):
+        cause, remedy = f"A likely reason is what {known} reported before.", f"fix that first (see {known} above)"
+    elif is_known and rollout.rollout_temperature > HOT:
+        hot, cooler = _hot(facts.config)
+        cause, remedy = f"{hot} {cause}", f"{cooler}; {remedy}"
+    elif reward == 0 and max(before, default=0.0) >= COLLAPSE_OF:  # it was not always so
+        cause, remedy = _broken(facts.config)
+        cause += " Or answers are rarely right: hard prompts, or labels of other rows."
+        remedy = f"print samples with --debug-rollout-print-every 1, and check their labels; {remedy}"
+    return now.alert(
+        "REW02",
+        f"{pattern} for {rows} steps in a row, so there is no learning signal{example}",
+        cause=cause,
+        remedy=remedy,
+        evidence={"raw_reward": reward, "steps": rows, "label_key": label_key},
+        level=rows,
+        kind=pattern,
+    )
+
+
+def _cause_of_equal_rewards(now: StepContext, reward: float) -> tuple[str, str]:
+    """Return candidates for a reward that all samples have, and what to do."""
+    facts, scorer, label_key = now.facts, now.facts.config.reward, now.facts.config.data.label_key
     named = f" (--label-key {label_key})" if label_key else " (--label-key is not set)"
     source, test = "the reward function", ", and try `furlong reward test` with the same flags"
     if not (scorer.custom_rm_path or scorer.rm_type) and facts.generating_flag:
@@ -302,52 +288,7 @@ def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
     elif reward == 1:
         cause += ", or the task is solved"
         remedy += "; use harder data if it is solved"
-    cause += "."
-    if in_groups and not is_known and now.row.get("rollout/same_response_frac", 0.0) >= SAME_RESPONSES:
-        cause = "All samples of a prompt have the same response."
-        own = f"pass `sampling_params` on in {facts.generating_flag}; " if facts.generating_flag else ""
-        remedy = f"{own}raise --rollout-temperature"
-        if facts.config.rollout.rollout_temperature >= WARM:
-            source = facts.config.data.data_source_path
-            cause += " Candidates: a policy that is certain of its answers" + ", one seed for all of them" * bool(
-                source
-            )
-            seed = f"leave Sample.seed of --data-source-path {source} unset, or give each sample another; " * bool(
-                source
-            )
-            remedy = f"{own}{seed}for a certain policy use harder data, an earlier checkpoint or a lower --lr"
-    elif in_groups and not is_known:  # the verifier does distinguish right and wrong answers
-        cause = (
-            "Responses to a prompt differ, their rewards do not. Candidates: a reward that depends on the prompt only "
-            "(a cache, a value for the whole group), or prompts that are answered always or never."
-        )
-        remedy = (
-            "compare the samples of a prompt in `furlong view`; correct the reward, or raise --n-samples-per-prompt "
-            "and use prompts that are sometimes answered right"
-        )
-        if filter_path := facts.config.rollout.dynamic_sampling_filter_path:
-            cause += f" Or --dynamic-sampling-filter-path {filter_path} keeps just such prompts."
-            remedy = f"check what {filter_path} keeps; {remedy}"
-    elif known := " and ".join(now.reported(*EXPLAINING)):
-        cause, remedy = f"A likely reason is what {known} reported before.", f"fix that first (see {known} above)"
-    elif is_known and facts.config.rollout.rollout_temperature > HOT:
-        cause = (
-            f"At --rollout-temperature {facts.config.rollout.rollout_temperature:g} tokens are nearly random. {cause}"
-        )
-        remedy = f"use a --rollout-temperature of about 1; {remedy}"
-    elif reward == 0 and max(before, default=0.0) >= COLLAPSE_OF:  # it was not always so
-        cause, remedy = _broken(facts.config)
-        cause += f" Or answers are rarely right: hard prompts, or labels of other rows{named}."
-        remedy = f"print samples with --debug-rollout-print-every 1, and check their labels; {remedy}"
-    return now.alert(
-        "REW02",
-        f"{pattern} for {rows} steps in a row, so there is no learning signal{example}",
-        cause=cause,
-        remedy=remedy,
-        evidence={"raw_reward": reward, "steps": rows, "label_key": label_key},
-        level=rows,
-        kind=pattern,
-    )
+    return f"{cause}.", remedy
 
 
 def failed_rewards(now: StepContext) -> Alert | None:
@@ -361,24 +302,6 @@ def failed_rewards(now: StepContext) -> Alert | None:
         "",
         "fix what the reasons name; `furlong reward test` with the same flags scores rows of the data",
         "correct what does not return; if it is only slow, raise --reward-timeout or --num-reward-workers",
-    )
-
-
-def episode_limits(now: StepContext) -> Alert | None:
-    """TOOL02: episodes that end at a limit of the flags other than the context."""
-    ended = {flag: now.row.get(LIMITED + name, 0.0) for name, flag in EPISODE_LIMITS.items()}
-    flag = max(ended, key=lambda name: ended[name])
-    share = ended[flag] / (now.facts.num_samples or math.inf)
-    if share < TRUNCATED:
-        return None
-    return now.alert(
-        "TOOL02",
-        f"{share:.0%} of the episodes ended at {flag}",
-        cause="They need more than this limit, or do not end by themselves.",
-        remedy=f"raise {flag}, or end episodes earlier",
-        severity="info" if now.row.get("rollout/reward_range", 0.0) > 0 else None,  # a limit by design
-        evidence={"flag": flag, "share": share},
-        kind=flag,
     )
 
 
@@ -501,27 +424,23 @@ def without_effect(now: StepContext) -> Alert | None:
         return None
     stale, trained = now.row.get("rollout/staleness/masked_frac"), now.row.get("rollout/response_len/mean")
     optim, functions = config.optim, _custom_functions(config)
-    cause = f"Steps are below the precision of the weights: --lr {optim.lr:g} is too small, or a flag reduces it."
-    remedy = "raise --lr; check its schedule, --adam-eps (1e-8) and --clip-grad (1)"
-    if has_no_gradient:
-        cause = "Advantages or loss masks are 0, or the loss does not depend on the weights."
-        remedy = "look at the advantages with --save-debug-train-data"
-        if config.rollout.rollout_sample_filter_path:
-            remedy += ", and at what --rollout-sample-filter-path removes"
-        if functions:
-            cause = f"{functions} returns a constant, zeros or tensors without gradient."
-            remedy = f"correct what {functions} returns"
-    if optim.lr == 0:
-        cause, remedy = "--lr is 0.", "set --lr, on the command line or in the file that sets it (config.json shows it)"
-    elif now.row.get("train/lr-pg_0") == 0:
-        cause = "The schedule's learning rate is 0."
-        remedy = "check --lr-warmup-iters, --lr-decay-iters and --min-lr"
-    elif stale is not None and stale >= 1:
-        cause = "All tokens are older than --max-token-staleness, and --stale-tokens mask leaves them out of the loss."
-        remedy = "raise --max-token-staleness, or use --stale-tokens pace"
-    elif trained == 0:
-        cause = "The loss mask of every token is 0."
-        remedy = "check the loss masks of custom functions, --mask-truncated and --rollout-sample-filter-path"
+    cases = (
+        (optim.lr == 0, "--lr is 0.",
+         "set --lr, on the command line or in the file that sets it (config.json shows it)"),
+        (now.row.get("train/lr-pg_0") == 0, "The schedule's learning rate is 0.",
+         "check --lr-warmup-iters, --lr-decay-iters and --min-lr"),
+        (stale == 1, "All tokens are older than --max-token-staleness, and --stale-tokens mask leaves them out of the "
+         "loss.", "raise --max-token-staleness, or use --stale-tokens pace"),
+        (trained == 0, "The loss mask of every token is 0.",
+         "check the loss masks of custom functions, --mask-truncated and --rollout-sample-filter-path"),
+        (has_no_gradient and functions, f"{functions} returns a constant, zeros or tensors without gradient.",
+         f"correct what {functions} returns"),
+        (has_no_gradient, "Advantages or loss masks are 0, or the loss does not depend on the weights.",
+         "look at the advantages with --save-debug-train-data, and at what --rollout-sample-filter-path removes"),
+        (True, f"Steps are below the precision of the weights: --lr {optim.lr:g} is too small, or a flag reduces it.",
+         "raise --lr; check its schedule, --adam-eps (1e-8) and --clip-grad (1)"),
+    )  # fmt: skip
+    cause, remedy = next((cause, remedy) for applies, cause, remedy in cases if applies)
     what = "grad_norm is 0" if has_no_gradient else "weight updates change no tensor"
     return now.alert(
         "NUM06",
@@ -577,29 +496,6 @@ def hacked_rewards(now: StepContext) -> Alert | None:
                 f"{num:.0f} samples {what}, and {best:.0f} of them have the highest reward of the rollout",
                 evidence={"kind": kind, "samples": num, "best": best},
                 level=best,
-            )
-    return None
-
-
-def falling_evaluation(now: StepContext) -> Alert | None:
-    """REW05: the mean reward rises and the score of an evaluation set falls."""
-    rewards = now.recent("rollout/raw_reward", HISTORY)
-    if len(rewards) < 2 * COLLAPSE_ROWS:
-        return None
-    before, last = statistics.fmean(rewards[:COLLAPSE_ROWS]), statistics.fmean(rewards[-COLLAPSE_ROWS:])
-    for key in [key for key in now.row if SCORE.fullmatch(key)]:
-        scores = now.recent(key, HISTORY)
-        if last > before and len(scores) > 2 and scores[0] >= COLLAPSE_OF and max(scores[-2:]) <= FELL * scores[0]:
-            name = key.removeprefix("eval/")
-            return now.alert(
-                "REW05",
-                f"evaluation {name} fell from {scores[0]:.3g} to {scores[-1]:.3g}, while the mean reward rose from "
-                f"{before:.3g} to {last:.3g}",
-                cause="Training rewards something else than the evaluation. Candidates: a reward of the wrong sign, a "
-                "reward that the policy has learned to exploit, or an evaluation of another task or with other limits.",
-                remedy=f"compare samples of high reward with those of {name} in `furlong view`",
-                evidence={"set": name, "scores": scores, "reward_before": before, "reward": last},
-                kind=name,
             )
     return None
 
@@ -661,16 +557,10 @@ def full_context(now: StepContext) -> Alert | None:
     turns = now.row.get("multi_turn/multi_turn_metric/round_number_mean")
     length = now.facts.config.rollout.rollout_max_context_len
     context = f"the context of {length} tokens" if length else "the model's context"
-    cause = remedy = None
-    if now.facts.config.session.environment and now.row.get("rollout/truncated_ratio", 0.0) >= 1:
-        cause = "No episode ends by itself: `step` does not set `done`, or the policy does not get there."
-        remedy = "return Step(done=True) when an episode is over, or set --max-turns"
     after = f", after {turns:.1f} turns on average" if turns is not None else ""
     return now.alert(
         "TOOL02",
         f"{share:.0%} of the samples end because {context} is full{after}",
-        cause=cause,
-        remedy=remedy,
         evidence={"share": share, "context": length, "turns": turns},
         level=share,
     )
@@ -681,15 +571,12 @@ MONITORS = (  # those that may explain others first
     StepMonitor("HOOK01", failed_generation, again=5),
     StepMonitor("TOOL01", tool_output, again=5),
     StepMonitor("TOOL02", full_context, again=2),
-    StepMonitor("TOOL02", episode_limits),
     StepMonitor("STOP02", truncation),
-    StepMonitor("STOP02", truncated_evaluation),
     StepMonitor("REW02", rewards_without_spread, again=4),
     StepMonitor("NUM06", without_effect),
     StepMonitor("SLOW01", slow_generation, again=2),
     StepMonitor("REW04", reward_wait, again=1.5),
     StepMonitor("REW05", hacked_rewards, again=4),
-    StepMonitor("REW05", falling_evaluation),
     StepMonitor("HOOK02", blocking, again=1.5),
     StepMonitor("DATA03", data_wait, again=2),
     StepMonitor("ASYNC01", staleness, again=2),

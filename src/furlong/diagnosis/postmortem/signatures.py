@@ -368,15 +368,6 @@ CAUSES = (
         "Your account or project may store no more bytes or files on this disk, which itself has space.",
     ),
     Signature(
-        "DISK01", r"File too large", "a file exceeds the size limit",
-        "raise `ulimit -f`, or use --save on another file system",
-        "The shell, the scheduler or the file system limits file sizes.",
-    ),
-    Signature(
-        "DISK01", r"Read-only file system", "a folder cannot be written",
-        "use --save on a disk that is mounted for writing", "Its disk is read-only.",
-    ),
-    Signature(
         "LIMIT01", r"Too many open files", "too many open files",
         "raise the limit before the start: `ulimit -n 65536` (in containers --ulimit nofile=65536)",
         "The process may open no more files and sockets (`ulimit -n`), or something does not close them.",

@@ -54,9 +54,9 @@ def is_gone(run: RecordedRun) -> bool:
     return _main_process(start) is None
 
 
-def diagnose_standstill(run: RecordedRun, *, now_s: float | None = None) -> list[Diagnosis]:
+def diagnose_standstill(run: RecordedRun) -> list[Diagnosis]:
     """HANG01, ENG06: what stands still in a run that is in progress, [] if nothing does."""
-    age_s, last = last_progress(run, time.time() if now_s is None else now_s)
+    age_s, last = last_progress(run, time.time())
     processes = _processes(run)
     return stopped_processes(processes) or without_progress(run, age_s, last, processes)
 

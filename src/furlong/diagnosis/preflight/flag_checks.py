@@ -120,19 +120,6 @@ def large_epsilon(context: PreflightContext) -> Iterator[Diagnosis]:
         )
 
 
-def untrained_policy(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG02, as an info: a run that trains only the critic."""
-    steps, num_rollout = context.config.algo.num_critic_only_steps, context.config.data.num_rollout
-    if steps and num_rollout and steps >= num_rollout:
-        yield diagnosis(
-            "CFG02",
-            f"--num-critic-only-steps {steps} is not below --num-rollout {num_rollout}: the policy is not trained",
-            cause="",
-            remedy="none if only the critic is to be trained (--critic-save writes it); otherwise lower it",
-            severity="info",
-        )
-
-
 def user_functions(context: PreflightContext) -> Iterator[Diagnosis]:
     """HOOK01, and REW01 for rewards: import every custom function and check its signature."""
     _, problems = context.hooks
@@ -148,6 +135,5 @@ CHECKS = (
     chat_template,
     kl_without_pull,
     large_epsilon,
-    untrained_policy,
     user_functions,
 )

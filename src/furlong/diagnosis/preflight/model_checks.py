@@ -20,9 +20,6 @@ from furlong.models.hf_folder import COMPLETE, check_folder, template_file
 from furlong.models.tokenizer import load_tokenizer
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 from furlong.tools.template_test import (
-    ANSWER,
-    MIXED,
-    QUESTION,
     Conversation,
     ConversationCheck,
     Template,
@@ -247,54 +244,6 @@ def escaped_stops(context: PreflightContext) -> Iterator[Diagnosis]:
             )
 
 
-def stops_in_labels(context: PreflightContext) -> Iterator[Diagnosis]:
-    """STOP01: a --rollout-stop or --rollout-stop-token-ids inside of labels, which no response can then contain."""
-    rollout, tokenizer = context.config.rollout, context.tokenizer
-    if context.rows is None or tokenizer is None or not context.generates:
-        return
-    labels = [str(prompt.label) for prompt in context.rows.prompts if prompt.label is not None]
-    words = [label for label in labels if len(label.split()) == 1]  # others are not written in responses as they are
-    inside = {f"--rollout-stop {text!r}": [w for w in words if text in w[:-1]] for text in rollout.rollout_stop or ()}
-    for number in rollout.rollout_stop_token_ids or ():
-        cut = [word for word in words if number in tokenizer.encode(word, add_special_tokens=False)[:-1]]
-        inside[f"--rollout-stop-token-ids {number}"] = cut
-    for flag, cut in inside.items():
-        if len(cut) >= MIXED * len(labels) and cut:
-            yield diagnosis(
-                "STOP01",
-                f"{flag} is in {len(cut)} of the {len(labels)} labels read, such as {cut[0]!r}: a response that "
-                "contains such an answer is cut off inside of it",
-                cause="",
-                remedy="use a text or token that ends a response; the end of turn of the model needs no flag",
-                severity="warning",
-                evidence={"num_labels": len(labels), "num_cut": len(cut)},
-            )
-
-
-def no_start_of_turn(context: PreflightContext) -> Iterator[Diagnosis]:
-    """TPL01: a template with a header before answers, which prompts for the model lack."""
-    template = _template(context)
-    if template is None or not context.generates:
-        return
-    user, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
-    try:
-        prompt, plain = template.render([user], prompt=True), template.render([user])
-        whole = template.render([user, answer])
-    except TEMPLATE_ERRORS:  # the template does not accept the probe conversation
-        return
-    header = whole[len(prompt) :].partition(ANSWER)[0].strip()
-    if prompt == plain and whole.startswith(prompt) and ANSWER in whole and header:
-        yield diagnosis(
-            "TPL01",
-            f"the chat template writes {header!r} before an answer, but prompts end without it",
-            cause="It has no branch for `add_generation_prompt`, so the model continues after the user's turn.",
-            remedy="add {% if add_generation_prompt %} with that text to the template, or use another one with "
-            "--chat-template-path",
-            severity="warning",
-            evidence={"header": header},
-        )
-
-
 def stop_ids(context: PreflightContext) -> Iterator[Diagnosis]:
     """STOP01: --rollout-stop-token-ids outside of the vocabulary."""
     if context.model is None or (size := context.model.text_config.get("vocab_size")) is None:
@@ -367,8 +316,6 @@ CHECKS = (
     rewritten_history,
     end_of_turn,
     escaped_stops,
-    stops_in_labels,
-    no_start_of_turn,
     stop_ids,
     kept_routers,
     own_head,

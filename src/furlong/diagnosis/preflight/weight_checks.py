@@ -326,22 +326,4 @@ def teacher_sizes(context: PreflightContext) -> Iterator[Diagnosis]:
         )
 
 
-def teacher_temperature(context: PreflightContext) -> Iterator[Diagnosis]:
-    """OPD04: a function that asks a teacher, at a temperature that nothing here sets."""
-    config, path = context.config, context.config.reward.custom_rm_path
-    temperature = config.rollout.rollout_temperature
-    is_own = path is not None and path.partition(".")[0] not in ("slime", "miles", "furlong")
-    if config.opd.use_opd and not config.opd.has_teacher_model and is_own and temperature != 1:
-        if config.opd.opd_teacher_urls:
-            return
-        yield diagnosis(
-            "OPD04",
-            f"--custom-rm-path {path} with --rollout-temperature {temperature:g}: the log-probs must be "
-            "those of the teacher at this temperature",
-            remedy='use --rollout-temperature 1; or ask `furlong serve`, with "temperature": args.rollout_temperature',
-            severity="info",
-            evidence={"temperature": temperature},
-        )
-
-
-CHECKS = (weights, embedding, tied_head, frozen_tokens, teacher_sizes, teacher_temperature)
+CHECKS = (weights, embedding, tied_head, frozen_tokens, teacher_sizes)
