@@ -70,14 +70,14 @@ ALLOWED |= {
 # Lines of Python per package, "furlong" for the modules that are in none.
 BUDGET = {
     "algo": 1717,
-    "catalogue": 1269,
+    "catalogue": 1245,
     "chat": 1390,
     "cluster": 1530,
     "commands": 1884,
     "config": 7260,
     "core": 4257,
     "data": 2872,
-    "diagnosis": 6258,
+    "diagnosis": 6155,
     "environments": 1200,
     "evals": 400,
     "files": 1287,

@@ -263,8 +263,6 @@ NUMBERS = (
           remedy="scale rewards", without="template|--disable-grpo"),
     steps("two passes that differ", "NUM03", [{"train/ppo_kl": 0.05}], remedy="--fp32"),
     steps("a critic that never learns", "NUM07", _critic(*[-0.02] * 32), PPO, remedy="--critic-lr|--critic-load"),
-    steps("values that diverge", "NUM07", [*_critic(*[0.2] * 12), *_critic(-7.0, loss=40.0)], PPO,
-          remedy="lower --critic-lr"),
     steps("a policy that starts with a new critic", "NUM08", _critic(-0.45), PPO, remedy="--num-critic-only-steps"),
     steps("a warm-up of one rollout", "NUM08", _critic(-0.5, -0.3), PPO | {"num_critic_only_steps": 1},
           remedy="--num-critic-only-steps"),

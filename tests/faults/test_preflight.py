@@ -60,7 +60,6 @@ REFUSED_ONCE = {
     "no engine file": {"sglang_config": "none.yaml", "engine": "sglang"},
     "no evaluation file": {"eval_config": "none.yaml", "eval_interval": 1},
     "epochs of a stream": {"streaming_data": True, "num_rollout": None, "num_epoch": 1},
-    "epochs of less than a rollout": {"num_epoch": 1, "num_rollout": None, "rollout_batch_size": 64},
     "no port": {"rollout_external_engine_addrs": "foo"},
 }
 

@@ -19,12 +19,6 @@ def test_prompts_that_are_templated_already(world):
     assert world.look() == []
 
 
-def test_a_rollout_of_more_prompts_than_there_are_is_an_info(world):
-    world.write({"input": "1+1=", "label": "2"})
-    found = only(world.look(), "CFG01", "info")
-    assert found.evidence == {"rollout_batch_size": 4, "num_prompts": 1}
-
-
 def test_rows_that_are_no_utf_8_or_no_objects(world):
     world.data.write_bytes('{"input": "Größe", "label": "1"}\n'.encode("latin-1") * 4)
     found = only(world.look(), "DATA01")

@@ -61,8 +61,6 @@ TEXTS: tuple[tuple[str, str, str], ...] = (
     ("LIMIT01", "RuntimeError: can't start new thread", "ulimit -u"),
     ("CKPT04", "SafetensorError: Error while deserializing header: MetadataIncompleteBuffer", "furlong check DIR"),
     ("CKPT04", 'FileNotFoundError: No such file or directory: "/x/model-00004-of-00008.safetensors"', "furlong check"),
-    ("CFG05", "AssertionError: attention heads (28) must be divisible by tensor parallel size (8).",
-     "--rollout-num-gpus-per-engine"),
     ("CKPT04", "size mismatch for model.embed_tokens.weight: copying a param with shape [1, 2]", "config.json"),
     ("CKPT07", "ValueError: Transformers does not recognize this architecture.", "transformers"),
     ("CKPT07", "huggingface_hub.errors.GatedRepoError: 401 Client Error.", "HF_TOKEN"),

@@ -388,13 +388,6 @@ CAUSES = (
         "a weight file is missing", CHECK_MODEL,
     ),
     Signature(
-        "CFG05", r"[^\n]*must be divisible by (the )?(tensor|pipeline|expert)[- _](model[- _])?parallel[^\n]*",
-        "the model cannot be split over that many GPUs",
-        "choose a --rollout-num-gpus-per-engine (of an engine) or a --tensor-model-parallel-size (of the trainer) that "
-        "divides the model's attention heads and experts",
-        "Each GPU gets the same number of heads, layers or experts.",
-    ),
-    Signature(
         "CKPT01",
         r"size mismatch for \S+:[^\n]*|Global shape mismatch for loaded[^\n]*|Missing key\(s\) in state_dict[^\n]*",
         diagnose=_other_shapes,

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from statistics import quantiles
 
 from furlong.catalogue import Diagnosis, diagnosis
-from furlong.config.checks.value_checks import BOXED, epoch_problem
+from furlong.config.checks.value_checks import BOXED
 from furlong.config.engine_groups import served_models
 from furlong.config.facts import is_unscored
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.data.prompt import Prompt, PromptFormat, RejectedRow
 from furlong.diagnosis.preflight.context import PreflightContext, SampledRows
-from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import RewardError
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.verifiers import REWARDS
@@ -66,30 +65,6 @@ def rows(context: PreflightContext) -> Iterator[Diagnosis]:
             bad = [refused for refused in file.rows.refused if refused.kind == kind]
             if bad:
                 yield _bad_rows(file.name, row, bad, file.rows, skips=context.config.fault.skip_bad_rows)
-
-
-def prompts_again(context: PreflightContext) -> Iterator[Diagnosis]:
-    """CFG01, as an info: a rollout needs more prompts than the file has; CFG05: so do all epochs together."""
-    rows, data = context.rows, context.config.data
-    if rows is None or not rows.is_whole or rows.refused or not rows.prompts:
-        return
-    if data.num_epoch is not None:
-        if data.num_rollout is None and (
-            problem := epoch_problem(data.num_epoch, len(rows.prompts), data.rollout_batch_size)
-        ):
-            yield from_problem(problem)
-        return
-    batch_size, num_prompts = data.rollout_batch_size, len(rows.prompts)
-    if batch_size > num_prompts:
-        yield diagnosis(
-            "CFG01",
-            f"--rollout-batch-size {batch_size} is more than the {num_prompts} prompts of {rows.name}, so each rollout "
-            "repeats some of them",
-            cause="",
-            remedy=f"use more prompts, or --rollout-batch-size {num_prompts} with a larger --n-samples-per-prompt",
-            severity="info",
-            evidence={"rollout_batch_size": batch_size, "num_prompts": num_prompts},
-        )
 
 
 def _bad_rows(flag: str, row: str, bad: Sequence[RejectedRow], rows: SampledRows, *, skips: bool) -> Diagnosis:
@@ -301,4 +276,4 @@ def _number(outcome: Outcome) -> float:
     return float(value.get("score", 0)) if isinstance(value, dict) else float(value or 0)
 
 
-CHECKS = (files, rows, prompts_again, lengths, own_reward, verifier_and_labels)
+CHECKS = (files, rows, lengths, own_reward, verifier_and_labels)

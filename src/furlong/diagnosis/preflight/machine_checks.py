@@ -29,7 +29,6 @@ from furlong.tools.gpu_memory import gpus_in_use, local_device
 from furlong.tools.memory_plan import cpu_findings, findings, host_findings, plan_memory, with_chosen_sizes
 from furlong.tracking.trackers import OPTIONAL, not_installed
 
-CROWDED = 2  # ranks per CPU; fewer are accepted, to try out a parallel layout
 RAY_CONNECT_S = 3.0  # to connect to a running cluster, and for its answer
 
 
@@ -39,8 +38,8 @@ def versions(context: PreflightContext) -> Iterator[Diagnosis]:
     yield from environment_findings(read_environment(kernels={}))
 
 
-def threads(context: PreflightContext, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:
-    """ENV02: threads, and ranks without GPUs, against the CPUs that this process may use."""
+def threads(context: PreflightContext) -> Iterator[Diagnosis]:
+    """ENV02: threads against the CPUs that this process may use."""
     num_threads, flag = context.config.cluster.num_threads, "--num-threads"
     omp_threads = os.environ.get("OMP_NUM_THREADS", "")
     if num_threads is None and omp_threads.isdigit():
@@ -55,15 +54,6 @@ def threads(context: PreflightContext, devices: Path = Path("/dev")) -> Iterator
             f"{flag} {num_threads}: this process may use {cpus} CPUs{limit}",
             remedy=f"use --num-threads {usable}, or remove {flag}",
             evidence={"threads": num_threads, "processors": cpus, "quota": quota},
-        )
-    ranks = Topology.of(context.config).num_ranks
-    if ranks > CROWDED * usable and context.config.cluster.ray_address is None and not _gpu_files(devices):
-        yield diagnosis(
-            "ENV02",
-            f"{ranks} training ranks share {usable} CPUs, as this machine has no GPU",
-            cause="Ranks wait for each other at every collective, and each has the model in memory.",
-            remedy=f"use --actor-num-nodes 1 --actor-num-gpus-per-node {usable}, or a cluster with --ray-address",
-            evidence={"ranks": ranks, "processors": cpus, "quota": quota},
         )
 
 
@@ -181,10 +171,7 @@ def _unusable(path: Path) -> tuple[str, str] | None:
     """Return why `path` cannot be written to, and the cause; None if it can."""
     folder = _existing(path)
     if not folder.is_dir():
-        if folder.is_symlink() and not os.path.exists(folder):
-            target = os.readlink(folder)
-            return f"{folder} is a link to {target}, which does not exist", "A disk is not mounted, or was moved."
-        return f"{folder} is a file", "The run needs a folder of that name."
+        return f"{folder} is not a folder", "It is a file, or a link to what does not exist."
     if not os.access(folder, os.W_OK):
         cause = "The folder belongs to another user, or the disk is mounted read-only."
         return f"{folder} is not writable", cause

@@ -14,6 +14,7 @@ from furlong.config.teachers import TeacherSpec, teacher_of, teacher_specs
 from furlong.core.text import abbreviate
 from furlong.data.prompt import can_render, render_chat
 from furlong.diagnosis.preflight.context import PreflightContext
+from furlong.diagnosis.preflight.weight_checks import moved_tokens
 from furlong.errors import ConfigError, DataError, EngineError
 from furlong.models.hf_config import context_length
 from furlong.models.tokenizer import load_tokenizer
@@ -106,17 +107,9 @@ def _texts(context: PreflightContext, spec: TeacherSpec, folder: str | None) -> 
                 remedy=remedy,
             )
         return
-    vocab, theirs = tokenizer.get_vocab(), load_tokenizer(folder)
-    other = theirs.get_vocab()
-    if moved := sorted(token for token, number in vocab.items() if other.get(token) != number):
-        yield diagnosis(
-            "OPD01",
-            f"the teacher {spec.name} ({folder}): {len(moved)} of the {len(vocab)} tokens of --hf-checkpoint have "
-            f"another id there or none (for example {moved[0]!r})",
-            cause="Its log-probs would be those of other texts, or of tokens that it lacks.",
-            remedy=remedy,
-            evidence={"teacher": spec.name, "moved": len(moved), "tokens": len(vocab)},
-        )
+    theirs = load_tokenizer(folder)
+    if moved := list(moved_tokens("OPD01", f"the teacher {spec.name} ({folder})", tokenizer, theirs, remedy)):
+        yield from moved
     elif context.config.data.apply_chat_template and can_render(tokenizer) and can_render(theirs):
         kwargs = context.config.data.apply_chat_template_kwargs
         texts = [render_chat(each, QUESTION, tools=None, kwargs=kwargs) for each in (tokenizer, theirs)]

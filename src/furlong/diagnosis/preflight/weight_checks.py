@@ -270,23 +270,31 @@ def _tokens_without_row(
 
 def frozen_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
     """NUM01, OPD01: a reference or teacher with another vocabulary, so that its log-probs are those of other texts."""
-    tokenizer = context.tokenizer
     for model in frozen_models(context.config):
-        folder, row = Path(model.load), "NUM01" if model.role == "ref" else "OPD01"
-        if tokenizer is None or not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
-            continue
-        vocab, other = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
-        moved = [token for token, number in vocab.items() if other.get(token) != number]
-        if len(moved) > MOVED * len(vocab):
-            name = "reference" if model.role == "ref" else "teacher"
-            yield diagnosis(
-                row,
-                f"{model.flag} {folder}: {len(moved)} of the {len(vocab)} tokens of --hf-checkpoint "
-                f"{context.model_dir} have another id there or none (for example {moved[0]!r})",
-                cause="Its log-probs would be those of other texts, or of tokens that it lacks.",
-                remedy=f"use a {name} with the tokenizer of --hf-checkpoint, or remove {model.flag}",
-                evidence={"moved": len(moved), "tokens": len(vocab)},
-            )
+        folder, row, name = Path(model.load), "OPD01", "teacher"
+        if model.role == "ref":
+            row, name = "NUM01", "reference"
+        if context.tokenizer is not None and all((folder / n).is_file() for n in ("config.json", "tokenizer.json")):
+            remedy = f"use a {name} with the tokenizer of --hf-checkpoint, or remove {model.flag}"
+            other = load_tokenizer(folder)
+            yield from moved_tokens(row, f"{model.flag} {folder}", context.tokenizer, other, remedy, share=MOVED)
+
+
+def moved_tokens(
+    row: str, name: str, tokenizer: Any, other: Any, remedy: str, *, share: float = 0.0
+) -> Iterator[Diagnosis]:
+    """Compare the ids of the policy's tokens in another tokenizer; more than `share` of them may not differ."""
+    vocab, ids = tokenizer.get_vocab(), other.get_vocab()
+    moved = sorted(token for token, number in vocab.items() if ids.get(token) != number)
+    if len(moved) > share * len(vocab):
+        yield diagnosis(
+            row,
+            f"{name}: {len(moved)} of the {len(vocab)} tokens of --hf-checkpoint have another id there or none (for "
+            f"example {moved[0]!r})",
+            cause="Its log-probs would be those of other texts, or of tokens that it lacks.",
+            remedy=remedy,
+            evidence={"moved": len(moved), "tokens": len(vocab)},
+        )
 
 
 # Sizes of a model that a Megatron-core layout is built for.
