@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import sys
 import time
@@ -50,13 +49,8 @@ def return_free_memory() -> None:
 
     Batches of ever new sizes leave gaps in the heap, which otherwise grows by some MB per thousand steps.
     """
-    if (trim := _trim()) is not None:
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
-
-
-@functools.cache
-def _trim() -> Callable[[int], int] | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class GarbageCollector:

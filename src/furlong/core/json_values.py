@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from furlong.core.text import shortened
@@ -27,15 +26,11 @@ def written_value(text: str) -> Any:
         return text
 
 
-def duplicate_key(pairs: Sequence[tuple[str, Any]]) -> str:
-    """Return the first key of a JSON object that occurs several times."""
-    return next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError(f"the key {shortened(duplicate_key(pairs))} is given twice")
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {shortened(twice)} is given twice")
     return values
 
 

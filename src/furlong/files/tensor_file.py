@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from furlong.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -91,12 +90,6 @@ def read_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     """Read a whole file as numpy arrays, with the texts of its header. Raises CheckpointError, naming the file."""
     with _named_errors(path), safe_open(path, "np") as file:
         return {name: file.get_tensor(name) for name in file.offset_keys()}, file.metadata() or {}
-
-
-def read_array(path: Path, name: str) -> NDArray[np.generic]:
-    """Read one array of a file. Raises CheckpointError, naming the file."""
-    with _named_errors(path), safe_open(path, "np") as file:
-        return file.get_tensor(name)
 
 
 class TensorFile:

@@ -44,7 +44,6 @@ class RowTask:
     steps: int
     flags: str
     problems: int = 0
-    shipped_model: bool = False
     accuracy_key: str | None = None
     prepare: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()

@@ -25,11 +25,6 @@ from furlong.rollout.user_samples import check_sample
 T = TypeVar("T")
 
 
-def subsampled(groups: list[Group], share: float | None) -> list[Group]:
-    """Return the first groups of a dump, at least one; all of them without a share."""
-    return groups if share is None else groups[: max(1, round(len(groups) * share))]
-
-
 class ReplayRollout:
     """Implements `interfaces.Rollout` over dumps. `load(rollout_id)` reads one; `subsample` keeps that fraction."""
 
@@ -48,7 +43,8 @@ class ReplayRollout:
         """Read the dump of this rollout."""
         started = time.monotonic()
         groups = await asyncio.to_thread(self._load, rollout_id)
-        groups = subsampled(groups, self._subsample)
+        if self._subsample is not None:
+            groups = groups[: max(1, round(len(groups) * self._subsample))]
         batch = batch_from_groups(rollout_id, groups, self._conversion)
         batch.metrics.update(self._report.of_rollout(rollout_id, groups, {}, time.monotonic() - started))
         return batch

@@ -130,11 +130,6 @@ def _required_id(value: int | None) -> int:
     return value
 
 
-def count_rollouts(groups: Sequence[Group]) -> int:
-    """Count the completions of groups; samples fanned out from one completion count once."""
-    return len({_rollout_key(sample) for group in groups for sample in group.samples})
-
-
 def _rollout_key(sample: Sample) -> int:
     return _required_id(sample.index) if sample.rollout_id is None else sample.rollout_id
 

@@ -169,7 +169,8 @@ class MegatronBackend(PipelinedBackend):
         for chunk in chunks:
             chunk.train(self.config.recompute_granularity is not None)  # otherwise Megatron-core recomputes nothing
             if chunk.post_process:
-                chunk.output_layer.forward = _hidden_states  # the head is applied to response tokens only
+                # the head is applied to response tokens only
+                chunk.output_layer.forward = lambda hidden, **_: (hidden, None)
             self._pipeline.recompute[chunk] = prepare_layers(chunk, compiled=compiled)
         if role != "teacher" and (scheme := self.settings.fake_quantization) is not None:
             round_chunks(chunks, self.hf, scheme)
@@ -553,10 +554,6 @@ def _rounded(model: MegatronModel) -> list[Tensor]:
     if optimizer is None:
         return []
     return [each for chunk in model.module for each in chunk.parameters() if optimizer.is_rounded(each)]
-
-
-def _hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-    return hidden, None
 
 
 # -- a rank's model chunks: weights, trained parameters, rounding

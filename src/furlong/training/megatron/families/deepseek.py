@@ -43,10 +43,6 @@ def _has_experts(hf: Any, layer: int) -> bool:
     return layer >= hf.first_k_dense_replace
 
 
-def _deepseek(hf: Any) -> Architecture:
-    return replace(_glm(hf), is_mla=True)
-
-
 def _routing(hf: Any) -> RoutingRule:
     return RoutingRule(
         hf.num_experts_per_tok,
@@ -58,17 +54,13 @@ def _routing(hf: Any) -> RoutingRule:
     )
 
 
-def _mla_rules(hf: Any, _: Architecture) -> tuple[WeightRule, ...]:
-    return (*(QUERIES if hf.q_lora_rank is None else COMPRESSED_QUERIES), *MLA)
-
-
 FAMILIES = (
     Family(("glm4_moe",), _glm, _routing),
     Family(
         ("deepseek_v3", "glm4_moe_lite", "kimi_k2"),
-        _deepseek,
+        lambda hf: replace(_glm(hf), is_mla=True),
         _routing,
-        attention_rules=_mla_rules,
+        attention_rules=lambda hf, _: (*(QUERIES if hf.q_lora_rank is None else COMPRESSED_QUERIES), *MLA),
         required={"attention_bias": False},
         partial_yarn=True,
     ),
