@@ -71,7 +71,7 @@ PAGE = """\
 <!-- Written by scripts/check_launch_scripts.py SLIME_DIR --docs. Run it again instead of editing the table. -->
 
 slime has {total} launch scripts at commit 624b824: `run-*.sh` and `low_precision/*.sh` in its folder of scripts, and
-those of its examples. With `--train-backend megatron --engine sglang` added and paths of your own, {passed} of them
+those of its examples. With `--train-backend megatron --engine sglang` added and your own paths, {passed} of them
 pass furlong's checks (coding_agent_rl with `examples/coding_agent` of this repository on PYTHONPATH).
 The others are refused before anything starts: {reasons}.
 

@@ -21,5 +21,5 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Return the page with the first word of each inline flag in an element of its own."""
+    """Return the page with the first word of each inline flag in its own element."""
     return INLINE_CODE.sub(lambda code: FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), html)

@@ -1,7 +1,7 @@
 """Run `python` and `furlong` commands in forks of one process that has everything imported.
 
 `start(folder)` starts that process and returns the folder with the two commands, to be put first on PATH. A command
-runs in a session of its own, with the caller's working directory, environment, streams and signals. It saves two
+runs in its own session, with the caller's working directory, environment, streams and signals. It saves two
 seconds of imports. What a command starts uses the usual interpreter: the folder is removed from its PATH.
 
 The commands start a new interpreter for options such as `-W`, and if a variable that libraries read when they are

@@ -1,7 +1,7 @@
 """Measure agents: schedules of episodes whose durations differ widely, turns over HTTP, and the prefix cache.
 
     python benchmarks/cpu/agents.py all         # everything below, with defaults
-    python benchmarks/cpu/agents.py pool        # shared groups against rollouts with groups of their own
+    python benchmarks/cpu/agents.py pool        # shared groups against rollouts with their own groups
     python benchmarks/cpu/agents.py sessions    # session over HTTP against policy().chat (agent_turns.py)
     python benchmarks/cpu/agents.py cache       # prefix cache against none (agent_turns.py)
 
@@ -271,7 +271,7 @@ def main() -> None:
     """Run one comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    pool = commands.add_parser("pool", help="shared groups against rollouts with groups of their own")
+    pool = commands.add_parser("pool", help="shared groups against rollouts with their own groups")
     pool.add_argument("--steps", type=int, default=30)
     pool.add_argument("--turn-ms", type=float, default=30.0)
     pool.add_argument("--train-ms", type=float, default=50.0)

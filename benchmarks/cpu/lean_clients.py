@@ -1,6 +1,6 @@
 """A process of agents that post chat requests with as little work as possible, so that the server is what is measured.
 
-Reads one base URL a line from stdin. For each it plays an episode of `--turns` turns over a connection of its own,
+Reads one base URL a line from stdin. For each it plays an episode of `--turns` turns over its own connection,
 waiting `--tool-ms` on average after each answer, and then writes the seconds of its turns as one line of JSON to
 stdout. Ends with stdin.
 """

@@ -5,7 +5,7 @@
 
 Policy and teacher are random models of one shape, and the loss is the mean over tokens of the reverse KL over the whole
 vocabulary: `--opd-loss full` here, `beta=1` there. Both sides generate 4 prompts x 8 samples x exactly 32 new tokens,
-run the teacher, and take one AdamW step. Rivals run in processes of their own and step in turn, as in `trl_step.py`.
+run the teacher, and take one AdamW step. Rivals run in their own processes and step in turn, as in `trl_step.py`.
 
 First TRL runs one step of SGD without clipping, and furlong repeats it on the same tokens: the weight updates are then
 the gradients, which must agree to 1e-3 (relative L2 norm).

@@ -9,7 +9,7 @@ One server, started once, shares the GPU with the trainers of three runs of `fur
 step trains on --episodes episodes. Agents have log-normal numbers of turns (median --turns, sigma 0.9), drawn by the
 number of the sample: the policy samples up to --new tokens, and a tool answers after --tool-ms.
 
-    rollouts ahead    --async-buffer-size 1: each rollout has groups of its own
+    rollouts ahead    --async-buffer-size 1: each rollout has its own groups
     pool              --async-buffer-size 4 --max-token-staleness 4, --episodes in flight, shared groups
     pool over HTTP    the same; the agent posts to its session instead of calling policy().chat, from the same process
 

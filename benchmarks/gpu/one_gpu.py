@@ -8,7 +8,7 @@
     python benchmarks/gpu/one_gpu.py --out results --rows 0.6b-256 --sides furlong trl-vllm      # needs vllm, too
 
 A row is a model, a number of prompts with 8 samples each and a response length. Both sides train on the same prompts
-with a random reward, GRPO without KL and one AdamW step per rollout, each in a process of its own, one after the other.
+with a random reward, GRPO without KL and one AdamW step per rollout, each in its own process, one after the other.
 furlong runs with its defaults: no flag about slots, micro-batches or attention. TRL runs with its defaults and the
 transformers engine, except that its batch sizes must be given: all samples of a step are generated as one batch (with
 1,024 new tokens in two, since the keys and values of 512 sequences fill the GPU), and trained in micro-batches of the

@@ -39,7 +39,7 @@ INSTALL_ATTEMPTS, INSTALL_WAIT_S, INSTALL_S = 3, 2.0, 300
 
 @runtime_checkable
 class AgentSandbox(Protocol):
-    """What harnesses and tasks need of a sandbox; users have classes of their own.
+    """What harnesses and tasks need of a sandbox; users have their own classes.
 
     `exec` returns exit code, stdout and stderr; with `check` a failure is an error, and `idempotent` says that the
     command may run twice. `read_file` returns "" for a file that cannot be read.

@@ -32,7 +32,7 @@ def ask(messages):
 
 task = json.load(sys.stdin)
 tempfile.mkdtemp()
-if os.fork() == 0:  # a daemon in a session of its own
+if os.fork() == 0:  # a daemon in its own session
     os.setsid()
     os.close(1)
     time.sleep(1000)

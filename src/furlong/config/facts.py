@@ -13,7 +13,7 @@ from furlong.core.model_config import read_json
 from furlong.core.routing import RoutingShape
 
 LABELLED = ("math", "dapo", "deepscaler", "f1")  # verifiers that score nothing without a label
-SERVERS = ("external", "sglang")  # never in this process; embedded engines are servers if they have GPUs of their own
+SERVERS = ("external", "sglang")  # never in this process; embedded engines are servers if they have their own GPUs
 
 
 def is_started(config: Config) -> bool:

@@ -28,7 +28,7 @@ _OWN = "from furlong."  # in commands of furlong's own workers
 def sigterm_unwinds() -> Generator[None]:
     """Raise EndedBySignal in the main thread at the first SIGTERM, so that temporary files and processes are removed.
 
-    The process exits `EXIT_WITHIN_S` later, whatever swallows the exception. Event loops have handlers of their own in
+    The process exits `EXIT_WITHIN_S` later, whatever swallows the exception. Event loops have their own handlers in
     the meantime. Does nothing in other threads than the main one, or if SIGTERM has a handler already.
     """
     is_main = threading.current_thread() is threading.main_thread()

@@ -52,7 +52,7 @@ class PromptMixture:
         for part in self._parts:
             part.prompts.begin(self._order(part))
 
-    def begin(self, key: int | None) -> None:  # noqa: ARG002  parts have epochs of their own
+    def begin(self, key: int | None) -> None:  # noqa: ARG002  parts have their own epochs
         """Start an epoch: the parts continue where they are."""
         self._taken = 0
 

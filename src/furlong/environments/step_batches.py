@@ -98,7 +98,7 @@ class StepBatches:
         """Return the step of one environment. Raises what `step_many` raised or returned for it."""
         waiting = _Waiting(instance, message, started, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
-        if self._collecting is None:  # in a context of its own: a batch is not part of one episode
+        if self._collecting is None:  # in its own context: a batch is not part of one episode
             self._collecting = asyncio.get_running_loop().create_task(self._collect(), context=Context())
         return await waiting.answer
 

@@ -114,7 +114,7 @@ class TensorFile:
             return self._file.get_tensor(name) if rows is None else self._file.get_slice(name)[rows]
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Read a tensor, or rows of its first dimension, into memory of its own."""
+        """Read a tensor, or rows of its first dimension, into new memory."""
         return self.mapped(name, rows).clone()
 
 

@@ -73,7 +73,7 @@ def load_network(
 ) -> PreTrainedModel:
     """Load the model of a config with the weights of a folder; `options` are those of from_pretrained.
 
-    Tensors are read into memory of their own. Raises as `load_model`.
+    Tensors are read into new memory. Raises as `load_model`.
     """
     transformers.utils.logging.disable_progress_bar()
     with open_tensors(path) as tensors:

@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer; one with Python code of its own, which is never run, from tokenizer.json.
+    """Load the tokenizer; one with its own Python code, which is never run, from tokenizer.json.
 
     Raises ConfigError if its files are missing or unreadable.
     """

@@ -127,7 +127,7 @@ class Fp8Scaled(WeightFormat):
 
     @property
     def rows_apart(self) -> int | None:
-        """Each row has a scale of its own, or all share one."""
+        """Each row has its own scale, or all share one."""
         return 1 if self.per == "channel" else None
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -53,7 +53,7 @@ class Int4Groups(WeightFormat):
 
     @property
     def rows_apart(self) -> int | None:
-        """Each row has scales of its own."""
+        """Each row has its own scales."""
         return 1
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -1,7 +1,7 @@
 """The default rollout: keep enough groups in flight, filter the finished ones, stop when the batch is full.
 
 There is one scheduler of groups. A rollout takes finished groups from a `Flight` until its batch is full. Each rollout
-has a flight of its own, which ends with it, or all share the one of a `GroupPool`, which outlives them.
+has its own flight, which ends with it, or all share the one of a `GroupPool`, which outlives them.
 """
 
 from __future__ import annotations

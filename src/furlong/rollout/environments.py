@@ -268,7 +268,7 @@ class EnvironmentWorkers:
 
     @contextlib.asynccontextmanager
     async def seat(self, *, alone: bool = False) -> AsyncGenerator[tuple[Worker, int]]:
-        """Provide (process, number of the instance): the process with the fewest episodes, or one of its own."""
+        """Provide (process, number of the instance): the process with the fewest episodes, or a new one."""
         number = next(self._numbers)
         if not alone:
             slot = min(self._slots, key=lambda each: (each.num_episodes, each.process is None))

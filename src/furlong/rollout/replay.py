@@ -217,7 +217,7 @@ class HookSource:
     """The `data_source` argument of hooks: `len`, the attributes of the --data-source-path object, and the groups.
 
     A rollout function takes groups with `get_samples` and returns unfinished ones with `add_samples`. It runs in a
-    thread, and may have threads of its own that work between its calls, while source and ledger belong to the event
+    thread, and may have its own threads that work between its calls, while source and ledger belong to the event
     loop; calls are executed there. Without a ledger there is only the length.
     """
 

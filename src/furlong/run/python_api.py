@@ -211,7 +211,7 @@ def _is_loop_running() -> bool:
 
 
 def _outside_of_loop(call: Callable[[], T]) -> T:
-    """Call a function, in another thread if an event loop runs in this one: it may run a loop of its own."""
+    """Call a function, in another thread if an event loop runs in this one: it may run its own loop."""
     if not _is_loop_running():
         return call()
     with ThreadPoolExecutor(1, "furlong-check") as pool:

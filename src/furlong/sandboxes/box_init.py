@@ -248,7 +248,7 @@ class _Box:
                 break
             seen.update(processes)
         used += sum(shared.values())
-        for folder in _TMPFS:  # the sizes of files have a limit of their own
+        for folder in _TMPFS:  # the sizes of files have a separate limit
             filesystem = os.statvfs(folder)
             used += (filesystem.f_files - filesystem.f_ffree) * _INODE_BYTES
         if not self._has_network:

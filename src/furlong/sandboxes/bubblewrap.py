@@ -104,7 +104,7 @@ def _view(readable: Sequence[str], *, network: bool) -> list[str]:
         if not os.path.exists(path):
             raise ConfigError(f"SandboxLimits.readable: {path} does not exist")
         if _is_below(path, own) or path == "/" or any(_is_below(each, [path]) for each in own):
-            raise ConfigError(f"SandboxLimits.readable: sandboxes have a {path} of their own; name folders in it")
+            raise ConfigError(f"SandboxLimits.readable: sandboxes have their own {path}; name folders in it")
     words: list[str] = []
     shown: list[str] = []
 

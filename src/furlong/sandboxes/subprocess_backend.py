@@ -24,7 +24,7 @@ _working: set[bool] = set()  # the ways that have worked in this process: with r
 
 
 class SubprocessSandbox:
-    """A process tree in namespaces of its own. Commands run one after the other."""
+    """A process tree in its own namespaces. Commands run one after the other."""
 
     def __init__(self, spec: SandboxSpec) -> None:
         self.missing: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Endpoints of sessions over an engine, with a conversation of its own for each request.
+"""Endpoints of sessions over an engine, with a separate conversation for each request.
 
 `served_routes` are those of `furlong serve`. `Gateway` is what user functions of a run post to.
 """
@@ -75,7 +75,7 @@ class ServedEndpoints(SessionEndpoints):
 
 
 def served_routes(model: ServerContext) -> list[Route]:
-    """Return the routes of chat and agents for `furlong serve`, which has a `/generate` of its own."""
+    """Return the routes of chat and agents for `furlong serve`, which has its own `/generate`."""
     return ServedEndpoints(model).routes({path: each for path, each in PROTOCOLS.items() if path != "/generate"})
 
 

@@ -1,6 +1,6 @@
 """HTTP of sessions: answers in all protocols (`SessionEndpoints`), and the server of a run (`SessionServer`).
 
-Agents in other processes talk to the policy, each in a session of its own, whose key, or KEY:ROLE, they send as bearer
+Agents in other processes talk to the policy, each in its own session, whose key, or KEY:ROLE, they send as bearer
 token or `x-api-key`. Routes are `/v1/...`, `/sessions/ID/v1/...`, and with roles `/sessions/ID/roles/NAME/v1/...`.
 In place of ID, ID.KEY is for clients that do not send the key. There is no endpoint for weights. Requests are read and
 replies written on the event loop of the HTTP server; sessions live on that of the run.

@@ -1,4 +1,4 @@
-"""Loads weights into an SGLang process with quantized weights; SGLang calls `load` in place of its own loading.
+"""Loads weights into an SGLang process with quantized weights; SGLang calls `load` instead of its own loading.
 
 SGLang's kernels want other layouts of INT4 and of FP8 per channel or tensor than a folder has. SGLang makes them once,
 when it starts, and afterwards its parameters cannot be loaded. `load` therefore gives such layers loadable parameters

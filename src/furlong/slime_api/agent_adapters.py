@@ -72,7 +72,7 @@ class SessionAdapter:
 
     tool_parser: SGLang's or furlong's name; None, or a name that furlong does not have, for the one that the chat
     template suggests. max_turns_per_sid: answers of a session; later requests get status 429. The other arguments have
-    no effect: the run has the tokenizer and the engine, and a changed history is always a sample of its own.
+    no effect: the run has the tokenizer and the engine, and a changed history is always a separate sample.
     Raises RolloutError for `debug_callback`.
     """
 

@@ -15,7 +15,7 @@ from furlong.core.text import redact_credentials
 from furlong.errors import RolloutError
 from furlong.rewards.group_reward import ReplyError, read_json
 
-ATTEMPTS = 60  # of a request that cannot connect, or that the server answers with 429 or an error of its own
+ATTEMPTS = 60  # of a request that cannot connect, or that the server answers with 429 or its own error
 MAX_CONNECTIONS = 4096
 MAX_REPLY_BYTES = 256 << 20
 WAIT_S = 1.0  # between two attempts

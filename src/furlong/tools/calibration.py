@@ -62,7 +62,7 @@ def calibrated_parts(folder: Path, scheme: QuantizationScheme, calibration: Cali
     """Return the stored parts of the folder's quantized linear layers, by the names of their weights.
 
     Each linear layer gets its inputs from the quantized ones before it. At the end, the scales of INT4 are tuned
-    together. Weights that are not modules of their own, as those of fused experts, are left out. Raises ConfigError for
+    together. Weights that are not separate modules, as those of fused experts, are left out. Raises ConfigError for
     a short text, and CheckpointError for values that are not finite.
     """
     form = cast("Compensable", scheme.form)

@@ -40,7 +40,7 @@ TEXTS = (
     "response",
     "label",
     "asked",
-)  # in a table of their own, so that filters and orders read short rows only
+)  # in a separate table, so that filters and orders read short rows only
 SCHEMA = f"""
 create table if not exists files (id integer primary key, path text unique, stamp text, problem text);
 create table if not exists samples ({", ".join(COLUMNS)}, primary key (file, pos)) without rowid;

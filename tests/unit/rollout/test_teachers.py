@@ -1,4 +1,4 @@
-"""Teachers of finished samples: routing, prompts of their own, and other tokenizers."""
+"""Teachers of finished samples: routing, their own prompts, and other tokenizers."""
 
 from __future__ import annotations
 

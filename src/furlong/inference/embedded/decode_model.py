@@ -124,7 +124,7 @@ def score_tokens(
     num_top: int,
     ids_RK: NDArray[np.int32] | None,
 ) -> TokenScores:
-    """Compute `Engine.score` with a cache of its own, which is dropped."""
+    """Compute `Engine.score` with a separate cache, which is dropped."""
     read = list(tokens[:-1])  # the last one is predicted only
     cache, first = SlotCache(), len(tokens) - num_scored  # the first token that is scored
     cache.resize(padded_rows(1), bucketed_length(len(read)))

@@ -379,7 +379,7 @@ class EmbeddedEngine(Engine):
         num_top: int = 0,
         ids_RK: NDArray[np.int32] | None = None,
     ) -> TokenScores:
-        """Return log-probs of the last `num_scored` tokens, from a pass of its own between two decode steps."""
+        """Return log-probs of the last `num_scored` tokens, from a separate pass between two decode steps."""
         self.check(tokens, SamplingParams(max_new_tokens=0, temperature=temperature))
         if not 0 < num_scored < len(tokens):
             raise RequestError(f"{num_scored} of {len(tokens)} tokens cannot be scored; the first has no log-prob")

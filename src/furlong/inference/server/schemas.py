@@ -98,7 +98,7 @@ def read_fields(
 
 @functools.cache
 def _objects(kind: type[Schema]) -> dict[str, type[Schema]]:
-    """Return the fields that are objects with a schema of their own."""
+    """Return the fields that are objects with their own schema."""
     hints = get_type_hints(kind)
     types = {name: get_args(hints[name]) for name in kind.__struct_fields__}
     return {

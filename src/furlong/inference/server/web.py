@@ -306,7 +306,7 @@ def build_server(app: ASGIApp, limits: ServerLimits) -> WebServer:
 
 
 class HttpThread:
-    """Serves `app` in a thread with an event loop of its own: that of the run may be busy.
+    """Serves `app` in a thread with its own event loop: that of the run may be busy.
 
     The port is open from the start, and `start` answers.
     """

@@ -256,7 +256,7 @@ class _Group:
 class WeightGroups:
     """The process groups of one server, by name, through which a trainer broadcasts weights.
 
-    Joining waits for all members, in a thread of its own: neither the event loop nor other requests wait with it.
+    Joining waits for all members, in its own thread: neither the event loop nor other requests wait with it.
     was_used: a group was joined, or threads may be in torch.distributed; gloo then aborts the interpreter's exit.
     """
 
