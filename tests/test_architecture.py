@@ -77,7 +77,7 @@ BUDGET = {
     "config": 7260,
     "core": 4257,
     "data": 2872,
-    "diagnosis": 6155,
+    "diagnosis": 6110,
     "environments": 1200,
     "evals": 400,
     "files": 1287,

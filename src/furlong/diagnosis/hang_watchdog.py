@@ -171,7 +171,6 @@ class HangWatchdog:
             self._notify("blocked", seconds=round(now - self._blocking[1], 1), where=place)
 
     def _report(self, seconds: float) -> bool:
-        """Report a hang; returns whether it ends the run."""
         is_ending = (self._stops == "stop" and self._observer is not None) or (
             self._stops != "warn" and self._waits_for_user_code()
         )

@@ -54,7 +54,6 @@ def _of_run(folder: Path) -> Iterator[Diagnosis]:
 
 
 def _problems(path: Path, read: Callable[[], list[Diagnosis]]) -> list[Diagnosis]:
-    """Return what `read` finds; DATA01 for a file that it cannot read."""
     try:
         return read()
     except (FurlongError, OSError) as error:
@@ -79,7 +78,6 @@ def _read_ledger(path: Path) -> list[Diagnosis]:
 
 
 def _compare_mark(path: Path, checkpoint: Path) -> list[Diagnosis]:
-    """Compare the ledger with the checksum in a checkpoint that continues it."""
     mark = read_state(checkpoint)["ledger"]
     with path.open("rb") as file:
         start = parse_event(file.readline())

@@ -111,7 +111,6 @@ def attribute(
 def _best_transform(
     engine_R: Floats, gap_R: Floats, left_R: Flags, transformed_R: Mapping[str, Floats]
 ) -> tuple[str, Flags]:
-    """Return the transform closest to the engine on the remaining tokens, and the tokens that it explains."""
     if len(engine_R) < FITTED_TOKENS:
         return "", np.zeros(len(gap_R), np.bool_)
     before = float(gap_R[left_R].sum())

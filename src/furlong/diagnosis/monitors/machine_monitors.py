@@ -226,7 +226,6 @@ def slow_rank(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert |
 
 
 def _against_peers(values: Sequence[float], stages: int) -> list[float]:
-    """Divide each rank's value by the (lower) median of its pipeline stage's ranks; 1 where that is 0."""
     size = len(values) // stages
     peers = [sorted(values[start : start + size]) for start in range(0, len(values), size)]
     medians = [group[(len(group) - 1) // 2] for group in peers]

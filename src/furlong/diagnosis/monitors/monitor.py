@@ -111,7 +111,6 @@ def _at_step(folder: str, step: int | None) -> str:
 
 
 def _is_foreign(folder: Path, step: int | None) -> bool:
-    """Whether a folder has a model of Hugging Face or Megatron-LM. False if it is not readable any more."""
     try:
         return find_foreign_weights(folder, step=step) is not None
     except OSError:
@@ -125,7 +124,6 @@ def _has_chat_template(folder: Path) -> bool:
 
 
 def _sizes(folder: Path) -> tuple[int, int]:
-    """Return the vocabulary size and the number of parameters of a model folder, 0 for what is unknown."""
     content = _read_json(folder / "config.json")
     text: Any = content.get("text_config") or content
     vocab_size = text.get("vocab_size") if isinstance(text, dict) else None

@@ -154,7 +154,6 @@ def _is_stale(row: Row) -> bool:
 
 
 def _is_gap_meaningful(now: StepContext) -> bool:
-    """Whether the log-prob gap compares two policies on tokens that one of them sampled."""
     if now.facts.config.algo.loss_type == "sft_loss" or now.trains_foreign_tokens:
         return False  # the engine has no log-probs of tokens that it did not sample: TOOL01
     # With several optimizer steps per rollout, the gap to an old policy includes their updates.

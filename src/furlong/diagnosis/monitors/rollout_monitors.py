@@ -115,7 +115,6 @@ def _hot(config: Config) -> tuple[str, str]:
 
 
 def _end_tokens(facts: RunFacts) -> tuple[str, list[int]]:
-    """Describe what ends a response, and list ids that should; nothing if the model folder is gone."""
     rollout = facts.config.rollout
     stop_ids, stop = rollout.rollout_stop_token_ids or (), rollout.rollout_stop or ()
     try:
@@ -146,7 +145,6 @@ def rewards_without_spread(now: StepContext) -> Alert | None:
 
 
 def _broken(config: Config, *, is_early: bool = False) -> tuple[str, str]:
-    """Return candidates for what broke a policy, of the flags that are set, and what to do."""
     algo, flags = config.algo, config.optim
     decay, functions = flags.lr * flags.weight_decay, _custom_functions(config, filters=True)
     suspects = {
@@ -163,7 +161,6 @@ def _broken(config: Config, *, is_early: bool = False) -> tuple[str, str]:
 
 
 def _custom_functions(config: Config, *, filters: bool = False) -> str:
-    """Name the flags of functions that decide about the gradient."""
     algo, rollout = config.algo, config.rollout
     paths = {
         "--custom-loss-function-path": algo.custom_loss_function_path,
@@ -270,7 +267,6 @@ def _no_spread(now: StepContext, reward: float, rows: int) -> Alert:
 
 
 def _cause_of_equal_rewards(now: StepContext, reward: float) -> tuple[str, str]:
-    """Return candidates for a reward that all samples have, and what to do."""
     facts, scorer, label_key = now.facts, now.facts.config.reward, now.facts.config.data.label_key
     named = f" (--label-key {label_key})" if label_key else " (--label-key is not set)"
     source, test = "the reward function", ", and try `furlong reward test` with the same flags"

@@ -60,7 +60,6 @@ class OutOfMemoryReport:
         return facts
 
     def _measured(self) -> str:
-        """Describe how much memory the run uses of what it could."""
         now = MemoryUse.of_process()
         if now is None or self._baseline is None:
             return ""
@@ -68,7 +67,6 @@ class OutOfMemoryReport:
         return f"the run uses {size_text(now.used - base)} of {size_text(now.limit - base)} ({now.whose})"
 
     def _room(self, model: ModelSize) -> int | None:
-        """Return the host memory left for training next to an engine with its own copy of the weights."""
         if self._baseline is None:
             return None
         free = self._baseline.limit - self._baseline.used - 4 * model.parameters - PROCESS_BYTES
@@ -76,7 +74,6 @@ class OutOfMemoryReport:
 
 
 def _micro_batch_facts(error: BaseException) -> dict[str, Any]:
-    """Return the sizes of the micro-batch in the error's traceback."""
     from furlong.core.batch import MicroBatch
 
     frame = error.__traceback__
@@ -94,7 +91,6 @@ def _micro_batch_facts(error: BaseException) -> dict[str, Any]:
 
 
 def _largest_tensors() -> list[str]:
-    """Describe the largest GPU tensors by shape, dtype and size."""
     import torch
 
     if not torch.cuda.is_initialized():

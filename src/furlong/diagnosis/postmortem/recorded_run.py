@@ -133,7 +133,6 @@ def config_from_sections(sections: Mapping[str, Mapping[str, Any]]) -> tuple[Con
 
 
 def _damaged_lines(folder: Path) -> list[str]:
-    """List damaged lines of the files; a kill can leave one event that ends early."""
     problems: list[str] = []
     for name, key, num_torn in ((METRICS, "step", 0), (EVENTS, "event", 1)):
         damaged = read_intact_rows(folder / name, key)[1]

@@ -170,12 +170,10 @@ def status_of(folder: Path, events: Sequence[Mapping[str, Any]]) -> tuple[Status
 
 
 def _last_transition(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the last event that marks a start or an end."""
     return next((event for event in reversed(events) if event["event"] in ("start", *ENDS)), None)
 
 
 def _causes(run: RecordedRun, failure: Mapping[str, Any], *, status: Status) -> list[Diagnosis]:
-    """Return what the run recorded about its end, what its error states, or else what its texts prove."""
     if failure:
         after = run.events[list(run.events).index(failure) :]
         recorded = [
@@ -200,7 +198,6 @@ def _causes(run: RecordedRun, failure: Mapping[str, Any], *, status: Status) -> 
 
 
 def _search(own: LogText, logs: Sequence[LogText]) -> list[Diagnosis]:
-    """Search the text of the error and, if another process may explain it, the logs."""
     of_process = own.failure.get("error") in OF_PROCESSES or own.code != ""
     found = find_cause(SIGNATURES, [*logs, own] if of_process else [own])  # logs have the details
     return [found] if found is not None else []
@@ -213,7 +210,6 @@ def _of_user(failure: Mapping[str, Any]) -> list[Diagnosis]:
 
 
 def _log_texts(folder: Path, flags: Mapping[str, Any], facts: Mapping[str, Any]) -> list[LogText]:
-    """Read the ends of the logs of engines and workers."""
     return [LogText(str(log.relative_to(folder)), last_text(log), flags, facts) for log in logs_of(folder)]
 
 

@@ -51,7 +51,6 @@ LESS_HOST_MEMORY = (
 
 
 def _gpu_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
-    """MEM02 of trainer or engine; MEM03 if they share the GPU and the first step succeeded."""
     before, steps = traceback_before(text.content, match), int(text.facts.get("steps", 0))
     is_engine = SGLANG in before or "apture cuda" in match[0]
     is_second = bool(text.flags.get("colocate")) and steps >= 1
@@ -95,7 +94,6 @@ def _gpu_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
 
 
 def _host_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
-    """MEM02 of host memory: of training on a CPU, or of what a trainer on GPUs keeps on the host."""
     size = re.search(r"you tried to allocate (\d+) bytes", text.content[match.start() :])
     tried = f"tried {int(size[1]) / 2**20:,.0f} MiB" if size else match[0]
     phase = phase_of(traceback_before(text.content, match))
@@ -114,7 +112,6 @@ def _host_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
 
 
 def _no_room_to_resume(text: LogText, match: re.Match[str]) -> Diagnosis:
-    """MEM03 of an engine that cannot get back the memory that it released."""
     steps = int(text.facts.get("steps", 0))
     doing = "resume" if steps or "func=resume" in match[0] else "allocate"
     return stated(
@@ -141,7 +138,6 @@ def _memory_facts(text: LogText) -> list[str]:
 
 
 def _less_memory(text: LogText) -> str:
-    """Suggest flags with which training fits, as the memory plan predicts, or else all that need less memory."""
     if change := text.facts.get("smallest_change"):
         return remedy_of(str(change))
     smaller = "a smaller --micro-batch-size"
@@ -216,7 +212,6 @@ DUMPS = {"save_samples": "--save-debug-rollout-data", "save_batch": "--save-debu
 
 
 def _full_disk(text: LogText, match: re.Match[str]) -> Diagnosis:
-    """DISK01, with the flag of the file that did not fit: weights for engines, a dump, or a checkpoint."""
     folder, remedy, before = text.flags.get("update_weight_disk_dir"), None, traceback_before(text.content, match)
     if folder and str(folder) in evidence_of(text, match)["text"]:
         remedy = "use --update-weight-disk-dir on another disk, without --update-weight-disk-keep-files"
@@ -228,7 +223,6 @@ def _full_disk(text: LogText, match: re.Match[str]) -> Diagnosis:
 
 
 def _other_shapes(text: LogText, match: re.Match[str]) -> Diagnosis:
-    """CKPT01 of a checkpoint to resume from, otherwise CKPT04: tensors of another model."""
     load = text.flags.get("load")
     return stated(
         "CKPT01" if load else "CKPT04",
@@ -244,7 +238,6 @@ def _other_shapes(text: LogText, match: re.Match[str]) -> Diagnosis:
 
 
 def _too_long(text: LogText, match: re.Match[str]) -> Diagnosis:
-    """DATA04 of a prompt, or TOOL02 of a conversation that a custom function extends."""
     return stated(
         "TOOL02" if text.flags.get("custom_generate_function_path") else "DATA04",
         text,

@@ -178,7 +178,6 @@ def _how_to_resume(run: RecordedRun) -> str:
 
 
 def _main_process(start: Mapping[str, Any]) -> psutil.Process | None:
-    """Return the process of the last start; None if it is gone (another process may have its number)."""
     try:
         process = psutil.Process(start["process"])
         is_later = process.create_time() > float(start.get("time", 0)) + 1
@@ -188,7 +187,6 @@ def _main_process(start: Mapping[str, Any]) -> psutil.Process | None:
 
 
 def _processes(run: RecordedRun) -> list[RunProcess]:
-    """List the run's process and those that it started, [] if they are not on this machine."""
     start = run.started
     is_here = start.get("process") is not None and start.get("machine", "") == socket.gethostname()
     main = _main_process(start) if is_here else None

@@ -57,14 +57,12 @@ def folders_to_load(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder is a run's --output-dir, whose config.json is not a model's."""
     return (folder / "config.json").is_file() and (folder / "ledger.jsonl").is_file()
 
 
 def _no_checkpoint(
     flag: str, folder: Path, step_flag: str, step: int | None, save_dir: Path | None
 ) -> Iterator[Diagnosis]:
-    """Report why a folder has no checkpoint to resume from, or which one is loaded without a usable tracker."""
     steps = [step_from_folder(complete) for complete in find_complete_folders(folder)]
     evidence: dict[str, Any] = {"folder": str(folder), "steps": steps}
     complete = ", ".join(map(str, steps)) or "no complete checkpoint"
@@ -186,7 +184,6 @@ def resume_plan(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def _resume_summary(context: PreflightContext, folder: Path) -> Diagnosis:
-    """Report what a run that resumes from `folder` restores."""
     flags, total, step = context.config.checkpoint, context.config.data.num_rollout, step_from_folder(folder)
     files = " ".join(path.name for path in (folder / "trainer").iterdir())
     restored = ["weights", "position in the data", f"{len(read_state(folder)['ahead'])} rollouts generated ahead"]

@@ -236,7 +236,6 @@ def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def _without_labels(context: PreflightContext, reward: GroupReward, prompt: Prompt) -> Iterator[Diagnosis]:
-    """REW01: a verifier that needs a label, and rows without one."""
     [outcome] = asyncio.run(_scored(reward, [answered(prompt, WRONG, context.tokenizer)]))
     if outcome.kind == "scored":
         return
@@ -271,7 +270,6 @@ async def _until_accepted(reward: GroupReward, tries: Sequence[Sequence[Sample]]
 
 
 def _number(outcome: Outcome) -> float:
-    """Return the score of an outcome, or its entry `score` if it is an object."""
     value = outcome.reward
     return float(value.get("score", 0)) if isinstance(value, dict) else float(value or 0)
 

@@ -137,7 +137,6 @@ def reproducibility(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def _float32_instead(config: Config) -> str:
-    """Return the flag that makes an engine on a CPU compute in float32; "" if it already does."""
     if config.cluster.embedded_dtype == "bfloat16":
         return "--embedded-dtype float32"
     follows = config.cluster.embedded_dtype == "auto" and config.train.bf16
@@ -168,7 +167,6 @@ def outputs(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def _unusable(path: Path) -> tuple[str, str] | None:
-    """Return why `path` cannot be written to, and the cause; None if it can."""
     folder = _existing(path)
     if not folder.is_dir():
         return f"{folder} is not a folder", "It is a file, or a link to what does not exist."

@@ -259,7 +259,6 @@ def stop_ids(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def _template(context: PreflightContext) -> Template | None:
-    """Return the template that prompts are rendered with, if any."""
     data = context.config.data
     if not data.apply_chat_template or context.tokenizer is None or not context.tokenizer.chat_template:
         return None

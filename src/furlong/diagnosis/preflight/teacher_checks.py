@@ -63,7 +63,6 @@ def teachers(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def _check_names(context: PreflightContext, names: list[str]) -> None:
-    """Raise DataError for a row with a teacher that the run does not have."""
     key = context.config.opd.opd_teacher_key
     for prompt in context.rows.prompts if context.rows is not None else ():
         if teacher_of(given := prompt.metadata.get(key), names) is None:
@@ -127,7 +126,6 @@ def _texts(context: PreflightContext, spec: TeacherSpec, folder: str | None) -> 
 
 
 async def _tokens(url: str) -> list[int] | None:
-    """Return the ids that a server gives `SHOWN_TEXT`; None if it does not tokenize."""
     from furlong.inference.sglang.external import SHOWN_TEXT
     from furlong.inference.sglang.server import PROBE_S, ServerInfo, SglangServer
 

@@ -55,7 +55,6 @@ class _Weights:
 
 
 def _foreign(context: PreflightContext) -> list[_Weights]:
-    """Return the folders of --load and of frozen models that furlong did not save."""
     flags = context.config.checkpoint
     frozen = ((model.flag, model.load, model.step) for model in frozen_models(context.config))
     named = ("--load", flags.load, flags.ckpt_step), *frozen
@@ -70,7 +69,6 @@ def _foreign(context: PreflightContext) -> list[_Weights]:
 
 
 def _models(context: PreflightContext) -> list[_Weights]:
-    """Return the Hugging Face folders that weights are loaded from."""
     own = [] if context.model_dir is None else [_Weights("--hf-checkpoint", context.model_dir, context.model)]
     own = [each for each in own if (each.folder / "config.json").is_file()]
     return own + [each for each in _foreign(context) if not (each.folder / DIST_INDEX).is_file()]
@@ -101,7 +99,6 @@ def weights(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def _experts(model: StoredModel) -> Iterator[Diagnosis]:
-    """CKPT04: more experts for each token than there are."""
     chosen = model.text_config.get("num_experts_per_tok")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         count = model.text_config.get(name)
@@ -115,7 +112,6 @@ def _experts(model: StoredModel) -> Iterator[Diagnosis]:
 
 
 def _quantized_problem(context: PreflightContext, each: _Weights, model: StoredModel) -> str:
-    """Return why the run cannot train, or update engines, with a quantized folder; "" if it can."""
     with import_without_gc("furlong.models.quantized_folder"):
         from furlong.models import quantized_folder as quantized  # imports torch
 
@@ -191,7 +187,6 @@ def folder_shapes(folder: Path) -> list[Diagnosis]:
 
 
 def _shapes(model: StoredModel, stored: Mapping[str, tuple[int, ...]]) -> Iterator[Diagnosis]:
-    """CKPT04: tensors that config.json needs, but are missing or have another shape; CKPT07: it describes no model."""
     with import_without_gc("furlong.models.hf_model"):
         from furlong.models.hf_model import misfits  # imports torch
 
