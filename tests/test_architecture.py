@@ -97,7 +97,7 @@ BUDGET = {
     "slime_api": 1031,
     "tools": 3559,
     "tracking": 1135,
-    "training": 9660,
+    "training": 9635,
     "transfer": 710,
     "view": 1540,
     "weight_sync": 2000,

@@ -230,7 +230,6 @@ class RoleModels(Generic[M, Opt]):
         self._bring(roles)
 
     def _send(self, kept: set[Role]) -> MemoryTransfer:
-        """Move the models that are on the device and not `kept` to the host."""
         sent: list[Role] = [role for role in self._of if role not in kept | self._away]
         self._away.update(sent)
         with torch.inference_mode(False):  # an engine may ask for the weights in inference mode

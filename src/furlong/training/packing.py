@@ -158,7 +158,6 @@ def leftover_problem(num_rollouts: int, size: int) -> str | None:
 
 
 def _steps(rollout_ids: IntArray, global_batch_size: int | None) -> list[tuple[IntArray, int]]:
-    """Return rows and number of rollouts of each step."""
     _, first, inverse = np.unique(rollout_ids, return_index=True, return_inverse=True)
     rank_of_first = np.empty(len(first), dtype=np.int64)
     rank_of_first[np.argsort(first)] = np.arange(len(first))

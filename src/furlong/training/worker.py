@@ -391,7 +391,6 @@ class RoundWorker:
         return batch.with_columns(**filled)
 
     def _head_output(self, role: Role) -> HeadOutput:
-        """Return what a model's pass computes for distillation, besides log-probs."""
         if not self.opd.has_teacher_model:
             return ""
         outputs: dict[tuple[str, Role], HeadOutput] = {
@@ -468,7 +467,6 @@ class RoundWorker:
     def _steps(
         self, batch: RolloutBatch, steps: list[list[IntArray]], num_rollouts: Sequence[int], trained: RoleLoss
     ) -> Metrics:
-        """Run a role's optimizer steps; metrics are averaged over them, the learning rate is that of the last."""
         role, prefix, is_policy = trained.role, trained.prefix, trained.role == "actor"
         results: list[Metrics] = []
         skipped, lr = 0, 0.0

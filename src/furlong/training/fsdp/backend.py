@@ -155,7 +155,6 @@ class FsdpBackend(Backend):
         return TrainedModel(packed, optimizer, host)
 
     def _load_critic(self, start: RoleSettings) -> PackedModel:
-        """Load a value model from a folder or a checkpoint; with a new head if that has none."""
         folder = start.folder
         if is_dist_folder(folder):
             raise ConfigError(dist_with_fsdp("--critic-load", folder, self.settings.hf_checkpoint))
@@ -663,7 +662,6 @@ def _moments(model: PreTrainedModel, optimizer: MasterOptimizer) -> Iterator[tup
 
 @contextmanager
 def _reader(folder: Path, meta: dict[str, Any], stem: str, model: PreTrainedModel) -> Generator[TensorReader]:
-    """Open the files of `stem`, with tensors under their names in the model."""
     moments = ("step", *chain(*MOMENTS.values()))
     suffixes = [f"/{moment}" for moment in moments] if is_optimizer(stem) else [""]
     with trainer_files.reader(folder, meta, stem) as reader:

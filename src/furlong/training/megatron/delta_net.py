@@ -64,7 +64,6 @@ class GatedDeltaNet(MegatronModule):
         return 2 * self.key_width + self.per_key * self.value_width
 
     def _split(self, *shape: int) -> torch.nn.Parameter:
-        """Return a parameter of this rank's heads."""
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=self.config.params_dtype))
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         return parameter

@@ -198,7 +198,6 @@ class OptimizerState:
             part._copy_main_params_to_model_params()
 
     def _owner(self, parameter: Tensor) -> Any:
-        """Return the optimizer of a parameter, None if it is not trained."""
         is_there = (part for part in self._parts if any(parameter in b.param_index_map for b in part.buffers))
         return next(is_there, None)
 

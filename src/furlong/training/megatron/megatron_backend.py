@@ -150,7 +150,6 @@ class MegatronBackend(PipelinedBackend):
         return config
 
     def _hf_of(self, role: Role) -> Any:
-        """Return the transformers config of a role's model."""
         return self._value_hf if role == "critic" else self.hf
 
     def _load(self, folder: Path, role: Role = "actor", config: TransformerConfig | None = None) -> list[GPTModel]:

@@ -292,8 +292,6 @@ def norm_of(architecture: Architecture) -> type[torch.nn.Module]:
 
 
 class _SpecProvider(LocalSpecProvider):
-    """Names the classes that Megatron-core builds."""
-
     def layer_norm(self, *_: Any, **__: Any) -> type[RmsNorm]:
         return RmsNorm
 

@@ -255,7 +255,6 @@ class MoeRouter(TopKRouter):
         return torch.zeros_like(logits_TN).scatter(1, chosen_TK, weights_TK), is_chosen_TN
 
     def _choose(self, current: RouterPass, logits_TN: Tensor) -> Tensor:
-        """Return the experts to use; records the router's own choice."""
         layer = self.layer
         with torch.no_grad():
             own_TK = choose_experts(logits_TN, self.rule, self.expert_bias)

@@ -209,7 +209,6 @@ class PackedLayer(TransformerLayer):
         return x + (_rms_norm(rows, self.post_mlp_layernorm.weight, self.eps) if self.has_post_norms else rows)
 
     def _attend(self, rows: Tensor, where: PackedPositions) -> Tensor:
-        """Return the output of this rank's heads, to be summed over tensor-parallel ranks."""
         attention: Any = self.self_attention
         query, key, value = (
             F.linear(rows, *of).view(-1, len(of[0]) // self.head_width, self.head_width) for of in self._qkv()

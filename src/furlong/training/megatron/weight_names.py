@@ -155,7 +155,6 @@ def _swap_gates(queries: Tensor, hf: Any, *, of_head: bool) -> Tensor:
 
 
 def _part_sizes(rule: WeightRule, hf: Any) -> list[list[int]]:
-    """Return the rows of each part of each tensor of a "by_key_head" rule."""
     return [[math.prod(getattr(hf, field) for field in part) for part in tensor] for tensor in rule.parts]
 
 
