@@ -82,7 +82,7 @@ BUDGET = {
     "evals": 400,
     "files": 1287,
     "furlong": 1318,
-    "inference": 10260,
+    "inference": 10217,
     "loop": 1220,
     "models": 3547,
     "quantization": 1261,

@@ -125,7 +125,6 @@ class ChatEndpoint(Engine):
         raise InfraError(f"{self._where} failed {ATTEMPTS} times, the last time with {problem}")
 
     def _refuse(self, reply: httpx.Response) -> None:
-        """Raise the error of a request that another attempt does not help."""
         text = reply.text[:300]
         fix = {
             401: "set the key in the environment variable of --api-key-env",
@@ -154,7 +153,6 @@ class ChatEndpoint(Engine):
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the sampling parameters that differ from what endpoints do without them."""
     fields: dict[str, Any] = {"temperature": params.temperature}
     if params.top_p != 1.0:
         fields["top_p"] = params.top_p

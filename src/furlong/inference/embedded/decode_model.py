@@ -260,7 +260,6 @@ class FusedDenseModel:
         return tensor
 
     def _fused(self, prefix: str, names: Sequence[str], rows: Sequence[int], columns: int, kind: str) -> Tensor:
-        """Allocate one tensor for several projections and register its slices by name."""
         fused = self._new(sum(rows), columns) if kind == "weight" else self._new(sum(rows))
         for name, part in zip(names, fused.split(list(rows)), strict=True):
             self.table.views[f"{prefix}{name}.{kind}"] = part
@@ -317,7 +316,6 @@ class FusedDenseModel:
             self.head = DecodeLinear(self._named("lm_head.weight", self.vocab_size, E))
 
     def _refresh_derived(self) -> None:
-        """Renew blocked weights and gains if the weights were written since."""
         if self._derived_writes == self.table.num_writes:
             return
         if self._supports_blocks:

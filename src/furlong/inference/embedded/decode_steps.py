@@ -548,7 +548,6 @@ class CudaSteps:
         return graph
 
     def _compute(self, n: int) -> None:
-        """Launch the kernels of a step of `n` slots."""
         shape, weights, kernels = self.shape, self.weights, self._kernels
         positions, queries, attended = self._positions[:n], self._queries[:n], self._attended[:n]
         gated = self._gated[:n]

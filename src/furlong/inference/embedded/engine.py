@@ -157,7 +157,6 @@ class EngineThread:
                 request.deliver(EngineError(f"the embedded engine was closed before request {request.rid} finished"))
 
     def _process_queues(self) -> None:
-        """Queue new requests, then run commands."""
         with self._wake:
             commands, self._commands = self._commands, []
             incoming, self._incoming = self._incoming, []

@@ -69,7 +69,6 @@ def check_weight_files(folder: Path, table: WeightTable, config: Any) -> None:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Names of the safetensors files of a folder. Raises EngineError if there are none."""
     index = folder / "model.safetensors.index.json"
     if os.path.lexists(index):
         try:

@@ -278,7 +278,6 @@ class TokenBuffer:
             self._draw_uniforms(slot, request, 1)
 
     def _draw_uniforms(self, slot: int, request: Request, row: int) -> None:
-        """Fill in the random numbers of all tokens that fit into the remaining rows."""
         count = min(ROWS, int(self.ends[slot])) - row
         self._uniforms[row : row + count, slot] = uniforms(request.key, self.num_tokens(slot, row), count)
 

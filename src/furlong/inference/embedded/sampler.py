@@ -157,7 +157,6 @@ class Sampler:
         return self._scratch
 
     def _choose(self, s: _SamplingBuffers, logits_NV: Tensor, rows: SamplingRows, uniform_N: Tensor) -> None:
-        """Choose the token of each row by its kind."""
         if rows.plain is None and self.num_blocks == 1:
             torch.mul(uniform_N[:, None], s.total_N1, out=s.target_N1)
             _first_above(s.cumulative_NB, s.target_N1, s.token_N1)

@@ -353,7 +353,6 @@ class SlotBatch:
             self._finish_ended(first, self._sample(logits, rows, first, row, banned))
 
     def _take_waiting(self) -> list[Request]:
-        """Remove and return the next requests that fit into free slots, the cache budget and one prefill."""
         taken: list[Request] = []
         longest = int(self._positions[: len(self.running)].max(initial=0)) + 1
         prefill, seen = 0, set[TokenIds]()
@@ -378,7 +377,6 @@ class SlotBatch:
         return sorted(taken, key=lambda r: order[r.prefix])
 
     def _known(self, request: Request) -> int:
-        """Positions of the request's prefix that its session has cached."""
         key = request.params.prefix_key
         return 0 if key is None else self.kept_prompts.match(key, request.prefix)
 
@@ -449,7 +447,6 @@ class SlotBatch:
         logits: dict[TokenIds, Tensor],
         routes: dict[TokenIds, Routes],
     ) -> None:
-        """Store the cache of prefixes that other waiting requests have."""
         for prefix in fresh:
             if prefix in self._prefix_counts:
                 cached = self._cache.export(starts[prefix], len(prefix))
@@ -481,7 +478,6 @@ class SlotBatch:
     # -- decoding ----------------------------------------------------------------------------------------------
 
     def _decode_step(self) -> None:
-        """Generate one token for every running request."""
         if self._buffer.is_full:
             self._rewind_buffer()
         plan = self._fitting_plan()
@@ -564,7 +560,6 @@ class SlotBatch:
         return {i: tokens for i, tokens in stops.items() if tokens} | masks
 
     def _finish_ended(self, first: int, tokens: NDArray[np.int64]) -> None:
-        """Finish the requests that end with `tokens`, one for each slot from `first` on."""
         slots, buffer = slice(first, first + len(tokens)), self._buffer
         may_stop = buffer.clock >= buffer.may_stop[slots]
         stopped = (tokens == buffer.stop_ids[:, slots]).any(0) & may_stop
@@ -584,7 +579,6 @@ class SlotBatch:
     # -- completion --------------------------------------------------------------------------------------------
 
     def _flush(self, slot: int) -> None:
-        """Move the buffered tokens of a slot into its request."""
         self._report_slot(slot)
         request = self.running[slot]
         tokens, log_probs, routes = self._buffer.take(slot)
@@ -595,7 +589,6 @@ class SlotBatch:
             request.add_routes(routes)
 
     def _leave(self, slot: int, reason: Literal["stop", "length", "abort"], matched: int | str | None = None) -> None:
-        """Finish the request in `slot`; the last slot moves into its place."""
         self._flush(slot)
         request, last = self.running[slot], len(self.running) - 1
         if slot != last:

@@ -395,6 +395,5 @@ def weight_table(model: PreTrainedModel) -> WeightTable:
 
 
 def _pieces(form: Rows, tensor: Tensor) -> dict[str, Tensor]:
-    """Views of the pieces of a fused tensor."""
     rows = ((names, row.chunk(len(names), dim=form.axis)) for names, row in zip(form.pieces, tensor, strict=True))
     return {name: part for names, parts in rows for name, part in zip(names, parts, strict=True)}

@@ -324,8 +324,6 @@ class EngineServer:
 
 
 def _update(action: Callable[[dict[str, Any]], Awaitable[str]]) -> Handler:
-    """Make a handler that replies as SGLang does to weight updates."""
-
     async def handler(http: HttpRequest) -> Response:
         body = await read_object(http)
         try:
@@ -345,8 +343,6 @@ def escaped_label(label: str) -> str:
 
 
 def _shows(content: Callable[[], Any]) -> Handler:
-    """Make a handler that replies with `content()` as JSON."""
-
     async def handler(_http: HttpRequest) -> Response:
         return json_response(content())
 

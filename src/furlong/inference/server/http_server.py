@@ -121,8 +121,6 @@ def _end_process() -> None:
 
 
 def _number(low: int, high: int | None = None) -> Callable[[str], int]:
-    """An argparse type for integers from `low` to `high`."""
-
     def number(word: str) -> int:
         value = int(word)
         if value < low or (high is not None and value > high):
@@ -133,7 +131,6 @@ def _number(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def _device(name: str) -> torch.device:
-    """Parse a device name. Raises ConfigError for a device that does not exist."""
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -98,7 +98,6 @@ def read_fields(
 
 @functools.cache
 def _objects(kind: type[Schema]) -> dict[str, type[Schema]]:
-    """Return the fields that are objects with their own schema."""
     hints = get_type_hints(kind)
     types = {name: get_args(hints[name]) for name in kind.__struct_fields__}
     return {

@@ -235,7 +235,6 @@ class WeightEndpoints:
 
 
 def _tensors_from(part: Any) -> list[NamedTensor]:
-    """Decode one base64 safetensors file. Raises RequestError if it is not one."""
     try:
         return list(safetensors.torch.load(binascii.a2b_base64(part, strict_mode=True)).items())
     except (SafetensorError, binascii.Error, TypeError, ValueError, KeyError) as error:

@@ -344,7 +344,6 @@ class HttpEngine(Engine):
                 return done.scores
 
     def _new_rid(self) -> str:
-        """Return a request id that no server has seen."""
         return f"furlong-{self._run}-{next(self._counter)}"
 
     async def pause(self, mode: PauseMode) -> None:
@@ -482,7 +481,6 @@ class HttpEngine(Engine):
     # -- one request -------------------------------------------------------------------------------------------
 
     def _cancel_all(self) -> list[InFlightRequest]:
-        """Cancel the calls of all requests, and return the requests."""
         requests = list(self._in_flight)
         for request in requests:
             if request.call is not None and not request.is_abandoned:
@@ -529,7 +527,6 @@ class HttpEngine(Engine):
         return refused
 
     async def _answer(self, request: InFlightRequest, started: float) -> Completion:
-        """Send the request until a server has answered it."""
         body = request.body()
         attempt = 0
         while not request.is_aborted:
@@ -578,7 +575,6 @@ class HttpEngine(Engine):
         )
 
     def _log_retry(self, attempt: int, error: UnreachableError) -> None:
-        """Log retries with their number, at most every `RETRY_LOG_S` seconds."""
         self._num_retries += 1
         if (now_s := time.monotonic()) < self._logged_s + RETRY_LOG_S:
             return

@@ -100,7 +100,6 @@ async def _check_tokenizers(servers: Sequence[SglangServer], tokenizer: TextToke
 
 
 def _check_external(info: ServerInfo, url: str, config: Config) -> None:
-    """Raise ConfigError for a server with settings that this run cannot use."""
     required = config.rollout.rollout_max_context_len
     if required is not None and info.context_len is not None and info.context_len < required:
         raise ConfigError(

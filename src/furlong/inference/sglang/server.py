@@ -271,7 +271,6 @@ class SglangServer:
         on_sent: Callable[[], None] = lambda: None,
         events: EventReader | None = None,
     ) -> tuple[int, bytes]:
-        """Return status and body of the answer. Raises TimeoutError and UnreachableError."""
         import aiohttp  # 0.12 s, which a run with the embedded engine does not need
 
         options: dict[str, Any] = {}
@@ -329,7 +328,6 @@ class SglangServer:
         return answer
 
     async def _post_plain(self, path: str) -> tuple[int, str]:
-        """POST a command that is answered in plain text within `IDLE_S`; returns status and text."""
         try:
             status, content = await self._answer("POST", path, timeout_s=IDLE_S)
         except TimeoutError as error:

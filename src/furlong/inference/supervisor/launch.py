@@ -186,7 +186,6 @@ def build_launches(config: Config, *, model_dir: Path, dtype: str, device: str, 
 
 
 def _sglang(config: Config, model: ServedModel, model_dir: Path, dtype: str) -> Launch:
-    """SGLang with the trained model, or with another one in the dtype of its folder."""
     defaults: dict[str, Any] = {}
     if model.is_trained and dtype != "float32":
         defaults["dtype"] = dtype

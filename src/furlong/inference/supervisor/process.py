@@ -186,7 +186,6 @@ class LocalHost(Host):
         )
 
     def _bind(self, ports: Sequence[int]) -> int | None:
-        """Bind all of these ports or none; returns the first one that is taken."""
         bound: dict[int, socket.socket] = {}
         for port in ports:
             reserved = _socket_of_all_addresses()
@@ -241,7 +240,6 @@ def loopback_address() -> str:
 
 @functools.cache
 def _has_ipv6() -> bool:
-    """Whether one socket can have a port of all IPv4 and IPv6 addresses."""
     if not socket.has_dualstack_ipv6():
         return False
     with _dual_stack() as probe:

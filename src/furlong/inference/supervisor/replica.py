@@ -298,7 +298,6 @@ class SglangRouter:
         return self._client
 
     async def _workers(self, url: str) -> list[dict[str, Any]]:
-        """The router's entries of an engine."""
         answer = await self._connection.ask_object("/workers")
         with reading(f"GET {self._connection.url}/workers", answer):
             return [worker for worker in answer["workers"] if worker["url"].rstrip("/") == url]

@@ -212,7 +212,6 @@ class ReplicaSet:
         return loss
 
     def _count_restart(self, loss: Loss) -> str:
-        """Count one more restart; returns `3 of 10`. Raises EngineError if the limit is exceeded."""
         limit = self.config.fault.rollout_max_engine_restarts
         if self.num_restarts >= limit:
             raise loss.error(
@@ -234,7 +233,6 @@ class ReplicaSet:
                     raise
 
     async def _restart_router(self, router: SglangRouter, loss: Loss, lost_s: float) -> None:
-        """Restart the router; requests go to the engines directly meanwhile. Raises EngineError above the limit."""
         pool = self.engine.pool
         logger.error("router_lost: %s", loss)
         self.on_event("router_lost", why=str(loss), code=loss.code)
@@ -269,7 +267,6 @@ class ReplicaSet:
         )
 
     async def _admit(self, server: SglangServer) -> None:
-        """Let the server receive requests."""
         pool = self.engine.pool
         if server not in pool.servers:
             pool.add(server)
@@ -279,7 +276,6 @@ class ReplicaSet:
         pool.notify_change()
 
     async def _replace(self, replica: EngineReplica, loss: Loss, lost_s: float) -> None:
-        """Replace a lost engine. Raises EngineError above the limit of restarts."""
         server = replica.server
         assert server is not None
         self.engine.pool.mark_lost(server, loss)
@@ -361,7 +357,6 @@ class ReplicaSet:
                 )
 
     async def _discard(self, replica: EngineReplica, loss: Loss) -> None:
-        """Take an engine out of use and kill it, so that its requests go to other engines."""
         server, pool = replica.server, self.engine.pool
         is_member = server is not None and server in pool.servers
         if server is not None and is_member:
@@ -513,7 +508,6 @@ class EngineSupervisor:
 
 
 def _build_routers(config: Config, log_dir: Path, api_key: str | None) -> dict[str, SglangRouter]:
-    """Return the router of each model on this machine, that of the trained model first; none for direct requests."""
     cluster, engines = config.cluster, config.engines
     if engines.sglang_router_strategy == "direct":
         return {}
