@@ -74,7 +74,7 @@ BUDGET = {
     "chat": 1390,
     "cluster": 1530,
     "commands": 1884,
-    "config": 7260,
+    "config": 7244,
     "core": 4257,
     "data": 2872,
     "diagnosis": 6110,

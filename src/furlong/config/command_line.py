@@ -196,7 +196,6 @@ def config_from_values(values: Mapping[str, Any], base: Config | None = None) ->
 def _read(
     argv: Sequence[str], preset: Mapping[str, Any], keywords: Mapping[str, Any] | None = None
 ) -> tuple[Resolved, list[FlagValues]]:
-    """Return the configuration, and what was read from the command line, files and keywords."""
     specs = flag_specs(Config)
     flags, paths = _scan(argv, specs)
     config_files = [(f"file {path}", read_config_file(path, specs)) for path in paths[CONFIG_FLAG]]
@@ -284,7 +283,6 @@ def _translated(read: FlagValues, name: str, flag: MilesFlag, given: list[str]) 
 
 
 def _take_values(words: list[str], most: int) -> list[str]:
-    """Remove up to `most` values from the front of `words`, up to the next flag."""
     taken: list[str] = []
     while words and len(taken) < most and not looks_like_a_flag(words[0]):
         taken.append(words.pop(0))

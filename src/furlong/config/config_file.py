@@ -97,7 +97,6 @@ def values_from_mapping(content: Mapping[Any, Any], path: str, specs: Mapping[st
 
 
 def _entries(content: Mapping[Any, Any], sections: set[str]) -> Iterator[tuple[str, str, Any]]:
-    """Yield (key, section or "", value) of flat keys and of those inside a section."""
     for key, value in content.items():
         if str(key) in sections and (value is None or isinstance(value, dict)):  # None: all keys are commented out
             for inner_key, inner in (value or {}).items():

@@ -237,7 +237,6 @@ def _groups(where: str, model: Mapping[str, Any], gpus_per_engine: int, problems
 
 
 def _group(where: str, row: Any, gpus_per_engine: Any, problems: list[str]) -> EngineGroup | None:
-    """Return one group of the file; adds what is wrong to `problems`."""
     if not isinstance(row, dict):
         problems.append(f"{where}: {row!r}, expected worker_type and num_gpus")
         return None

@@ -135,7 +135,6 @@ def _number(where: str, key: str, text: str, kind: type) -> float:
 
 
 def _value(where: str, key: str, text: str) -> Any:
-    """Return an argument: a JSON value, else the text itself. Raises ConfigError."""
     try:
         return written_value(text)
     except ValueError as error:

@@ -56,7 +56,6 @@ def eval_specs(config: Config) -> list[EvalSpec]:
 
 
 def _fields() -> dict[str, str]:
-    """Return the field of the flag that each key of a set replaces."""
     specs = flag_specs(Config)
     return {key: name for key in KEYS for name in (f"rollout_{key}", key) if name in specs}
 
@@ -112,7 +111,6 @@ def _section(path: Path) -> dict[str, Any]:
 
 
 def _values(where: str, row: dict[str, Any], commits: Commits) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of a set by the fields of their flags, and the problems."""
     values: dict[str, Any] = {}
     specs, fields = flag_specs(Config), _fields()
     problems = [f"{where} has no `{key}`; add it" for key in ("name", "path") if not row.get(key)]
@@ -148,7 +146,6 @@ def _values(where: str, row: dict[str, Any], commits: Commits) -> tuple[dict[str
 
 
 def _checked(spec: FlagSpec, value: Any) -> Any:
-    """Convert a value to the flag's type. Raises ValueError for a wrong type or a number outside of its range."""
     typed = value_from_yaml(spec, value)
     for number in typed if isinstance(typed, tuple) else (typed,):
         if spec.within is not None and number not in spec.within:

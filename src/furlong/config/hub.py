@@ -281,7 +281,6 @@ def _snapshot(name: HubName, revision: str, *, weights: bool, local_files_only: 
 
 
 def _cached_folder(name: HubName, revision: str, *, weights: bool) -> Path | None:
-    """Return the folder of a model in the cache; None if it has no complete copy."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     with contextlib.suppress(LocalEntryNotFoundError):
@@ -309,7 +308,6 @@ def _model_folder(name: HubName, revision: str, weights: bool) -> Path:
 
 
 def _is_complete(folder: Path, weights: bool) -> bool:
-    """Whether a snapshot has the configuration and, if needed, all files of weights."""
     if not (folder / "config.json").is_file() or not any(folder.glob("tokenizer*")):
         return False
     if not weights:

@@ -95,7 +95,6 @@ def _evaluation_problems(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _dotted(path: Any) -> str | None:
-    """Return the path of a function of slime or Miles with slime's name, another value unchanged."""
     if not isinstance(path, str) or not path.startswith(("slime.", "miles.")):
         return path
     name = f"slime{path[5:]}".replace(":", ".")

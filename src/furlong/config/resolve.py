@@ -121,7 +121,6 @@ def _threads(config: Config, put: Put) -> None:
 
 
 def _steps(config: Config, put: Put, explicit: frozenset[str], n_samples: int) -> None:
-    """Complete rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
     train, data = config.train, config.data
     samples = max(0, data.rollout_batch_size * n_samples)
     steps = train.num_steps_per_rollout

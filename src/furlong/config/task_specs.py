@@ -68,7 +68,6 @@ class TaskMixture:
 
     @functools.cached_property
     def _turns(self) -> list[int]:
-        """The task of each row of one period: always the task that is furthest behind its weight."""
         weights = [task.weight for task in self.tasks]
         total, taken, turns = sum(weights), [0] * len(weights), []
         for row in range(total):

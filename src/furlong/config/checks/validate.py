@@ -102,7 +102,6 @@ def _out_of_bound(spec: FlagSpec, config: Config) -> Problems:
 
 
 def _is_derived(spec: FlagSpec, config: Config, derived: Derived) -> bool:
-    """Whether a field has the value that it would have without its flag."""
     value = spec.value_in(config)
     if spec.field in COPIES and value == flag_specs(Config)[COPIES[spec.field]].value_in(config):
         return True
