@@ -89,7 +89,7 @@ BUDGET = {
     "quickstart": 350,
     "reproduce": 590,
     "rewards": 1777,
-    "rollout": 4935,
+    "rollout": 4914,
     "run": 1474,
     "sandboxes": 1460,
     "sessions": 3330,

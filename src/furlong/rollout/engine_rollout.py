@@ -246,7 +246,6 @@ class EngineRollout:
         return pool.choose(state.rollout_id)
 
     def _submit(self, state: _Round) -> None:
-        """Submit groups, `submit_size` at a time, until those in flight, kept or spare can fill the batch."""
         size = self._batch_size
         while not state.data_ended and len(state.kept) + len(state.spare) + len(state.flight.running) < size:
             started = time.perf_counter()
@@ -278,7 +277,6 @@ class EngineRollout:
         flight.submit(origin, work, name=f"rollout-{rollout_id}-group-{group.index}")
 
     def _judge(self, state: _Round, origin: Group, group: Group) -> None:
-        """Keep, spare or drop a finished group. Raises RolloutError if groups keep failing or being dropped."""
         heartbeat.beat("group")
         is_aborted = not is_finished(group)
         state.num_aborted = state.num_aborted + 1 if is_aborted else 0

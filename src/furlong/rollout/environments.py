@@ -170,7 +170,6 @@ def record_result(sample: Sample, result: Any) -> None:
 
 
 async def _open(spec: EnvironmentSpec, made: Any, sample: Sample, args: Any) -> PlayedEnvironment:
-    """Make an instance of the class `made` for the episode of `sample`; the policy closes it."""
     kind, num_workers = parse_env_workers(args.env_workers)
     closing = policy().closing
     if kind == "thread":

@@ -314,7 +314,6 @@ async def _generate_custom(
 async def _checked_samples(
     work: Coroutine[Any, Any, list[Sample]], sample: Sample, policy: Policy, generation: Generation
 ) -> list[Sample]:
-    """Return the samples of a function's call within the limits of an episode."""
     try:
         produced = await policy.watch.run(work)
     except EpisodeLimitError:

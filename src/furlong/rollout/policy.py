@@ -235,7 +235,6 @@ class Policy:
         return Completion([], [], [], "length")
 
     async def _complete(self, ids: list[int], params: SamplingParams, stream: TokenStream | None) -> Completion:
-        """Complete a prompt; what an abort left of it is continued with the tokens that it has."""
         whole = await self._request(ids, params, stream)
         while params.json_schema is not None and whole.finish_reason == "abort" and self.continues():
             whole = await self._request(ids, params, stream)  # an engine cannot continue in the middle of a schema

@@ -23,7 +23,6 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return the bytes that characters in tokens of byte-level BPE stand for."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -434,7 +434,6 @@ def _batch_from_train_data(
 def _numbers(
     value: Any, count: int | None, what: str, least: int | None = None, most: int = 1 << 53
 ) -> NDArray[np.float64]:
-    """Return `count` numbers that a function returned, or any number of them for None; whole ones from `least` on."""
     try:
         array = np.asarray(value)
         array = np.asarray(value, np.float64) if array.dtype.kind == "O" else array  # None, or 10**400
