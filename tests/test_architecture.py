@@ -75,7 +75,7 @@ BUDGET = {
     "cluster": 1530,
     "commands": 1884,
     "config": 7244,
-    "core": 4257,
+    "core": 4240,
     "data": 2872,
     "diagnosis": 6110,
     "environments": 1200,

@@ -142,7 +142,6 @@ class RolloutBatch:
 
 
 def _gather_index(starts: IntArray, rows: IntArray) -> IntArray:
-    """Return the flat positions of the given segments, one after the other."""
     sizes = starts[rows + 1] - starts[rows]
     ends = np.cumsum(sizes)
     return np.arange(int(sizes.sum())) + np.repeat(starts[rows] - (ends - sizes), sizes)

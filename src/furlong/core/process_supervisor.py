@@ -134,7 +134,6 @@ def _descendants() -> dict[int, int]:
 
 
 def _kill_descendants(child: subprocess.Popen[bytes]) -> int:
-    """Kill the command's group and everything below this process; returns how many are left."""
     deadline = time.monotonic() + _KILLED_WITHIN_S
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)

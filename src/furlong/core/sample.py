@@ -281,7 +281,6 @@ class Sample:
 
 
 def _is_json(value: Any) -> bool:
-    """Return whether JSON represents the value without loss."""
     if isinstance(value, dict):
         return all(isinstance(k, str) and _is_json(v) for k, v in cast("dict[Any, Any]", value).items())
     if isinstance(value, list):

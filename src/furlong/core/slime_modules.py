@@ -110,7 +110,6 @@ def install() -> None:
 
 
 def _installed(package: str) -> str | None:
-    """Return where a package is installed or was imported from; None if it is not."""
     module = sys.modules.get(package)
     if module is not None and not isinstance(module, SlimeModule):
         return str(getattr(module, "__file__", None) or "imported")
