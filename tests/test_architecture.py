@@ -95,7 +95,7 @@ BUDGET = {
     "sessions": 3330,
     "sglang_layout": 770,
     "slime_api": 1031,
-    "tools": 3559,
+    "tools": 3528,
     "tracking": 1135,
     "training": 9635,
     "transfer": 710,

@@ -155,7 +155,6 @@ def _by_input(
 
 
 def _input_moment(layer: nn.Module, linear: nn.Linear, keywords: dict[str, Any], inputs: Sequence[Tensor]) -> Tensor:
-    """Return the sum of x x^T over the inputs x of a linear layer."""
     moment_CC = torch.zeros(linear.in_features, linear.in_features)
 
     def add(module: nn.Linear, args: tuple[Tensor, ...]) -> None:  # noqa: ARG001  torch's signature
@@ -172,7 +171,6 @@ def _input_moment(layer: nn.Module, linear: nn.Linear, keywords: dict[str, Any],
 
 @contextmanager
 def _hooks(modules: Sequence[nn.Module], hook: Any) -> Generator[None]:
-    """Call `hook` before each forward pass of these modules."""
     handles = [module.register_forward_pre_hook(hook) for module in modules]
     try:
         yield
@@ -229,7 +227,6 @@ def tuned_scales(
 
 
 def _divergence(model: PreTrainedModel, ids: Tensor, target_TE: Tensor) -> Tensor:
-    """Return the mean KL divergence of the tokens of a sequence; matmuls are computed in bfloat16."""
     head = cast("Any", model).get_output_embeddings()
     with torch.autocast("cpu", torch.bfloat16):
         hidden_TE = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]

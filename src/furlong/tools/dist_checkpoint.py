@@ -83,7 +83,6 @@ def _iteration(folder: Path, noted: object) -> Iterator[Diagnosis]:
 
 
 def _layers(files: DistReader, num_layers: object) -> Iterator[Diagnosis]:
-    """Find layers without tensors, and stacks of the wrong height."""
     names = [name for name in files.names if not OPTIMIZER.search(name)]
     remedy = "convert or save the checkpoint again"
     config = {"num_hidden_layers": num_layers}
@@ -98,7 +97,6 @@ def _layers(files: DistReader, num_layers: object) -> Iterator[Diagnosis]:
 
 
 def _values(files: DistReader) -> Iterator[Diagnosis]:
-    """Find non-finite tensors, and weight matrices that are all zero."""
     broken: list[str] = []
     zero: list[str] = []
     for name in sorted(files.names):

@@ -115,7 +115,6 @@ def environment_findings(environment: Installation) -> list[Diagnosis]:
 
 
 def _probe(module: str) -> str:
-    """Return why a module cannot be imported; "" if it can."""
     words = [sys.executable, "-c", f"import torch, {module}"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=PROBE_S, check=False)

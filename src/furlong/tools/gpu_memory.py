@@ -71,7 +71,6 @@ def gpus_in_use(count: int, visible: str | None) -> list[GpuInUse]:
 
 
 def _process_family() -> set[str]:
-    """Return the ids of this process, its parents and its children."""
     process = psutil.Process()
     return {str(each.pid) for each in (process, *process.parents(), *process.children(recursive=True))}
 

@@ -354,7 +354,6 @@ def _phases_of_stage(stage: PipelineStage, limit: int) -> list[Phase]:
 
 
 def _logits(model: ModelSize, setup: TrainingSetup) -> int:
-    """Return the bytes of float32 logits that exist at a time."""
     return min(logits_bytes(on_cpu=setup.on_cpu), 4 * model.vocab * setup.tokens)
 
 

@@ -175,7 +175,6 @@ def _teacher_size(config: Config) -> float:
 
 
 def _on_host(config: Config, topology: Topology, model: ModelSize, setup: TrainingSetup) -> Phase | None:
-    """Predict the host memory of all ranks of a machine."""
     sleeps = topology.is_colocated and bool(config.cluster.offload_train)
     per_rank = -(-model.parameters // max(topology.num_ranks, 1))
     copied = checkpoint_bytes_per_parameter(config) * per_rank if config.checkpoint.async_save else 0
@@ -209,7 +208,6 @@ def _as_flags(change: str, config: Config) -> str:
 def _colocated_engine(
     config: Config, model: ModelSize, engine: ServingSetup | None, device_bytes: int
 ) -> dict[str, int]:
-    """Return the memory of a colocated engine while the trainer runs."""
     if engine is None:
         return {}
     if config.cluster.offload_rollout:
@@ -585,7 +583,6 @@ def shown(assumed: Mapping[str, Any]) -> str:
 
 
 def _sizes(explicit: set[str], config: Config, model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of prompts and samples, and their tokens, unless set by a flag."""
     positions = (model_config.get("text_config") or model_config).get("max_position_embeddings")
     most = min(SAMPLE_TOKENS, int(positions or SAMPLE_TOKENS))
     rollout = config.rollout
@@ -603,7 +600,6 @@ def _sizes(explicit: set[str], config: Config, model_config: Mapping[str, Any]) 
 
 
 def _gpus(explicit: set[str], gpus: int | None, model_config: Mapping[str, Any], device_bytes: int) -> dict[str, Any]:
-    """Return the GPUs of trainer and engines, which are colocated unless a flag configures engines."""
     count = gpus or 1
     assumed: dict[str, Any] = {}
     if gpus is not None:

@@ -231,7 +231,6 @@ def _unprotected(model: StoredModel, settings: Mapping[str, Any], ignore: list[s
 
 
 def _quantized_weights(model: StoredModel) -> list[str]:
-    """Return the names of the quantized weights."""
     packed = [name for name in model.tensors if name.endswith(".weight_packed")]
     eight = [n for n, tensor in model.tensors.items() if n.endswith(".weight") and tensor.dtype in _EIGHT_BITS]
     return sorted([*(name.removesuffix("_packed") for name in packed), *eight])

@@ -200,7 +200,6 @@ def _checkpoint_files(flags: Mapping[str, Any], step: int) -> dict[str, Path]:
 
 
 def _split_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Split the training flags into those without private values, and the names of others that were set."""
     kept: dict[str, Any] = {}
     left_out: list[str] = []
     for spec in flag_specs(Config).values():
@@ -216,7 +215,6 @@ def _split_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _shape(folder: Path) -> dict[str, Any]:
-    """Return the numbers and switches in a model's config.json, and its model_type."""
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json; use the model's folder with --hf-checkpoint")
@@ -227,7 +225,6 @@ def _shape(folder: Path) -> dict[str, Any]:
 
 
 def _scrub(sample: Sample, reward_key: str | None, *, with_text: bool) -> None:
-    """Remove private data from a sample that training does not need."""
     if isinstance(sample.reward, dict):
         sample.reward = scalar_reward(sample, reward_key)
     if sample.outcome is not None:

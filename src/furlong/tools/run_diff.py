@@ -135,7 +135,6 @@ def findings(comparison: RunComparison) -> list[Diagnosis]:
 
 
 def _first_difference(a: Path, b: Path) -> tuple[Difference | None, int]:
-    """Return the first difference in two digest files, and the number of stages that both have."""
     if not (a.exists() and b.exists()):
         return None, 0
     stages_b = {_key(row): row for row in read_rows(b, *ROW_KEYS)}
