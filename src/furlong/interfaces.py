@@ -375,7 +375,6 @@ class DeviceSharing:
 
 
 async def _keep_memory(engine: EngineMemory) -> None:
-    """Leave the memory of an engine allocated."""
     del engine
 
 

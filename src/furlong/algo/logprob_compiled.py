@@ -107,8 +107,6 @@ _number = itertools.count()
 
 @cache
 def _compiled(function: Callable[..., Any], head: Head) -> Callable[..., Any]:
-    """Compile `function` for one head and any number of rows."""
-
     def bound(logits_CV: Tensor, *columns_C: Tensor | None) -> Any:
         return function(logits_CV, *columns_C, head)
 

@@ -198,7 +198,6 @@ class PolicyLoss:
     def _policy_terms(
         self, micro: MicroBatch, live_R: Tensor, log_ratio_R: Tensor, keep_R: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of each token before corrections, and metrics of the ratio."""
         advantages_R = torch.where(keep_R, column(micro, "advantages"), 0.0)
         token_log_ratio_R = log_ratio_R
         if self.algorithm.sequence_level:

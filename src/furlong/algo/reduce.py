@@ -79,7 +79,6 @@ def loss_weights(
 
 
 def _step_of_each_row(num_rows: int, steps: Sequence[IntArray]) -> IntArray:
-    """Return the step of each row, [N], -1 for none."""
     step_N = np.full(num_rows, -1, dtype=np.int64)
     for step, rows in enumerate(steps):
         if len(np.unique(rows)) != len(rows) or (step_N[rows] >= 0).any():

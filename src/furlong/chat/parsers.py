@@ -80,7 +80,6 @@ def read_json(text: str, at: int = 0) -> tuple[Any, int]:
 
 
 def _text_of(value: Any) -> str:
-    """Return a value as JSON text."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()

@@ -305,7 +305,6 @@ class ChatFormat:
         *,
         opens_answer: bool = False,
     ) -> str:
-        """Return the rendered text after the mark."""
         text = self.render([*before, marked, *new], tools=tools, opens_answer=opens_answer, kwargs=kwargs)
         _, found, tail = text.partition(MARK)
         if not found:

@@ -184,5 +184,4 @@ def _slots(group: PlacementGroup, resource: str) -> list[Slot]:
 
 @ray.remote(num_gpus=1, num_cpus=1)
 def _slot_gpu() -> int:
-    """Return the index of this slot's GPU among those visible to a process on its machine."""
     return int(ray.get_gpu_ids()[0])

@@ -167,7 +167,6 @@ def engine_placements(placement: Placement, *, environment: Mapping[str, str]) -
 def _places(
     engine: Sequence[Slot], host: Callable[[Slot], RayHost], visible: Mapping[str, list[str] | None]
 ) -> list[HostGpus]:
-    """Return one place per machine of an engine, in slot order."""
     places: list[HostGpus] = []
     for _, group in itertools.groupby(engine, key=lambda slot: slot.node_id):
         slots = list(group)
@@ -185,6 +184,5 @@ def _places(
 
 
 def _position(slot: Slot, visible: list[str] | None) -> int:
-    """Return the index of a slot's GPU among those visible to a server on its machine."""
     assert slot.gpu is not None
     return slot.gpu if visible is None else visible.index(str(slot.gpu))

@@ -161,7 +161,6 @@ class RayTrainer(Trainer):
         return merge(list(parts.values()))
 
     def _put(self, batch: RolloutBatch) -> tuple[list[Any], list[float]]:
-        """Put each part of a rollout into the object store; return the references and the cost of each part."""
         parts = self._split(batch, self._flops)
         return [ray.put(part) for part in parts], [cost_of(part.batch.lengths, self._flops) for part in parts]
 
@@ -191,7 +190,6 @@ class RayTrainer(Trainer):
         return files
 
     async def _written(self, folder: Path) -> None:
-        """Wait until all ranks have written their files. Raises the error of a rank that failed or died."""
         markers = [written_marker(folder, rank.number) for rank in self.ranks]
         check = None
         try:
@@ -294,7 +292,6 @@ class RayTrainer(Trainer):
     async def _all(
         self, method: str, *arguments: Any, ranks: Sequence[Rank] | None = None, may_fail: bool = False
     ) -> list[Any]:
-        """Call a method with the same arguments on all ranks, or on `ranks`."""
         return await self._call(method, lambda _: arguments, ranks, may_fail=may_fail)
 
     async def _call(

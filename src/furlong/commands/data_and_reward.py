@@ -108,7 +108,6 @@ def _record(file: PromptFile) -> dict[str, Any]:
 
 
 def _lines(file: PromptFile) -> list[str]:
-    """Return the report on a file: number of rows, bad rows by line, and a histogram of prompt lengths."""
     if file.rows is None:
         return [f"{file.name} {file.path}: cannot be read"]
     bad = [refused for refused in file.rows.refused if refused.num_tokens is None]
@@ -127,7 +126,6 @@ def _lines(file: PromptFile) -> list[str]:
 
 
 def _histogram(file: PromptFile) -> list[dict[str, int]]:
-    """Count the lengths of prompts in bins of equal width."""
     if file.rows is None:
         return []
     lengths = [len(prompt.tokens) for prompt in file.rows.prompts]

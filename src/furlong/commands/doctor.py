@@ -62,7 +62,6 @@ def _check(words: list[str], report: Report) -> int:
 
 
 def _examine_run(folder: Path, report: Report) -> int:
-    """Print the status and problems of a run; exit code 1 if it has any. Raises ConfigError if it is not a run."""
     from furlong.diagnosis.postmortem.run_examination import examine
 
     result = examine(folder)

@@ -156,7 +156,6 @@ def _endpoint(options: argparse.Namespace) -> EndpointOptions | None:
 
 
 def _header(config: Config, specs: Sequence[EvalSpec], options: argparse.Namespace) -> dict[str, Any]:
-    """Return what records depend on, besides the number of tasks."""
     return {
         "model": f"{options.base_url} {options.model}" if options.base_url else config.rollout.hf_checkpoint,
         "sets": [[spec.name, spec.path] for spec in specs],

@@ -62,7 +62,6 @@ def plan(words: list[str]) -> int:
 
 
 def _pop_value(words: list[str], flag: str, what: str) -> str | None:
-    """Remove a flag of this command and its value from the words. Raises ConfigError if the value is missing."""
     if flag not in words:
         return None
     at = words.index(flag)

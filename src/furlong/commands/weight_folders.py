@@ -104,7 +104,6 @@ def _findings(folder: Path, model: Path | None, *, with_values: bool) -> list[Di
 
 
 def _loading(folder: Path) -> list[Diagnosis]:
-    """Return what keeps a run from loading a Hugging Face folder."""
     from furlong.diagnosis.preflight.weight_checks import folder_findings
 
     try:
@@ -237,7 +236,6 @@ def _need_config(folder: Path) -> None:
 
 
 def _source(folder: Path, step: int | None) -> Path:
-    """Return the directory with weights: `folder` itself, or a checkpoint in it."""
     from furlong.training.megatron_lm.dist_files import is_dist_folder  # imports torch
 
     if (folder / "config.json").is_file() or is_dist_folder(folder) or (folder / "trainer.json").is_file():

@@ -267,7 +267,6 @@ class _Replay:
 
     @property
     def _last(self) -> int:
-        """The last rollout that was trained on; -1 before the first."""
         return -1 if self.result.last_step is None else self.result.last_step
 
     def _check_completeness(self) -> None:

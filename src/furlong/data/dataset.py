@@ -225,7 +225,6 @@ class PromptStream:
         return bool(block)
 
     def _render(self) -> bool:
-        """Render the next rows; False at the end of the data. A bad row that raises stays next in line."""
         if not self._pending:
             if self._rendered:
                 self._block, self._block_start, self._rendered = self._block + 1, self._block_end, 0

@@ -181,7 +181,6 @@ def object_fingerprint(rows: Any) -> dict[str, Any]:
 
 
 def _checksum(file: SourceFile, start: int) -> str:
-    """Return the checksum of the MiB that begins at byte `start`."""
     with file.reading(), file.path.open("rb") as opened:
         opened.seek(start)
         return xxhash.xxh3_128_hexdigest(opened.read(HASHED_BYTES))

@@ -355,7 +355,6 @@ class RolloutDataSource:
         return {**self._prompts.settings(), **order}
 
     def _resize(self, group: Group) -> None:
-        """Drop samples beyond `n_samples_per_prompt`, or add empty ones."""
         num_samples, first = len(group.samples), group.samples[0]
         if num_samples == self._n_samples or group.epoch == MADE_BY_FUNCTION:
             return

@@ -174,7 +174,6 @@ def _part(function: Any, weight: Any) -> _Part:
 
 
 async def _column(part: _Part, episodes: Sequence[Episode]) -> list[float | str]:
-    """Return the part's value for each episode, or why it has none."""
     if part.takes_environment:
         return [_recorded(part, episode.metadata) for episode in episodes]
     if part.is_of_group:

@@ -119,7 +119,6 @@ def wilson(mean: float, trials: float) -> Estimate:
 
 
 def _error(values: Sequence[float], mean: float) -> float:
-    """Return the standard error of a mean."""
     if len(values) < 2:
         return 0.0
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))

@@ -221,7 +221,6 @@ def find_complete_folders(save_dir: Path) -> list[Path]:
 
 
 def _other(folder: Path) -> str:
-    """Return advice to use the newest intact checkpoint before `folder`, as the end of a sentence."""
     if not folder.name.removeprefix("iter_").isdigit():
         return "; use another checkpoint"
     for other in reversed([each for each in find_complete_folders(folder.parent) if each.name < folder.name]):

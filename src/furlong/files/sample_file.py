@@ -140,7 +140,6 @@ def _dump_of(tensors: Mapping[str, NDArray[Any]], rollout_id: int) -> SampleDump
 
 
 def _tensors(samples: Sequence[dict[str, Any]]) -> list[tuple[str, NDArray[Any]]]:
-    """Pop the per-token lists of the samples and return them as tensors."""
     tensors: list[tuple[str, NDArray[Any]]] = []
     for name in COLUMNS:
         lists = [sample.pop(name) for sample in samples]

@@ -55,7 +55,6 @@ class Shard:
 
 @contextmanager
 def _named_errors(path: Path) -> Generator[None]:
-    """Turn errors of a read into CheckpointError with the file's name."""
     try:
         yield
     except FileNotFoundError as error:

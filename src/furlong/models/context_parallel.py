@@ -45,7 +45,6 @@ def all_to_all(parts_C: Tensor, group: Any) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a tensor in a dtype that every backend supports."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -160,7 +160,6 @@ def bucket_lengths(lengths: Index) -> tuple[Index, tuple[tuple[int, int], ...]]:
 
 
 def _padded_positions(cu: Index, lengths: Index, order: Index, buckets: tuple[tuple[int, int], ...]) -> Index:
-    """Return the [P] index into T of each padded position, -1 for padding."""
     widths_S = np.repeat([width for _, width in buckets], [count for count, _ in buckets]).astype(np.int64)
     ends_S = np.cumsum(widths_S)
     within_P = np.arange(int(ends_S[-1]) if len(ends_S) else 0) - np.repeat(ends_S - widths_S, widths_S)

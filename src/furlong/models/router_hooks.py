@@ -146,7 +146,6 @@ def _num_experts(module: Any) -> int | None:
 
 @cache
 def _method_of(kind: type[nn.Module]) -> str | None:
-    """Return the name of the method in which modules of this class choose experts; None if they do not."""
     choose = getattr(kind, _OF_LAYER, None)
     if choose is not None and list(inspect.signature(choose).parameters) == ["self", "router_logits"]:
         return _OF_LAYER

@@ -103,7 +103,6 @@ class Fp8Blocks(WeightFormat):
         return {WEIGHT: (values / grid.scale_CR.T).to(E4M3), "weight_scale_inv": scale}
 
     def _expanded(self, scale: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the scale of each value of a weight, in float32."""
         rows = scale.float().repeat_interleave(self.block[0], 0)[: shape[0]]
         return rows.repeat_interleave(self.block[1], 1)[:, : shape[1]]
 

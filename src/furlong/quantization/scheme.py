@@ -153,7 +153,6 @@ class QuantizationScheme:
         return WeightSource(read, num_kv_heads=source.num_kv_heads, num_experts=source.num_experts)
 
     def _goes_on(self, stack: _Stack) -> bool:
-        """Whether another weight may follow the last one of a stack."""
         apart = self.form.rows_apart
         return apart is not None and stack.weights[-1].shape[0] % apart == 0
 

@@ -181,7 +181,6 @@ def free_folder(folder: Path) -> Path:
 
 
 def _has_checkpoint(flags: CheckpointFlags) -> bool:
-    """Whether --load contains a checkpoint to resume from."""
     try:
         folder = find_resume_folder(flags.load, step=flags.ckpt_step, finetune=flags.finetune)
         return folder is not None and (flags.ckpt_step is not None or newest_step(folder) is not None)
@@ -208,7 +207,6 @@ def _other_ledger(path: Path, flags: CheckpointFlags) -> str | None:
 
 
 def _is_of(folder: Path, flags: CheckpointFlags) -> bool:
-    """Whether the --save of the run in `folder` is the --load of this one."""
     if flags.load is None or not (folder / CONFIG).exists():
         return False
     saved = _recorded_save(folder)

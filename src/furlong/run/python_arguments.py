@@ -152,7 +152,6 @@ def _set_evaluation(call: Call, data: Rows | Mapping[str, Rows]) -> None:
 
 
 def _data_path(call: Call, data: Rows, name: str) -> str:
-    """Return the path of data. Columns of rows in this process are chosen by their usual names."""
     if isinstance(data, str | Path):
         return str(data)
     rows: Any = data

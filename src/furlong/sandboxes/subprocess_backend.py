@@ -198,7 +198,6 @@ class SubprocessSandbox:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End the first process, and with it all others."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()

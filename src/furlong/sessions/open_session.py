@@ -163,7 +163,6 @@ class Call:
         self.task.add_done_callback(lambda _: self._mark())
 
     def _mark(self) -> None:
-        """Note in the tree whether a client got the replies."""
         if self.task.cancelled() or self.task.exception() is not None:
             return
         for reply in self.task.result():

@@ -83,7 +83,6 @@ def samples_from_session(session: Session, origin: Sample, *, leaves: Leaves = "
 
 
 def _counts(session: Session, num_leaves: int) -> dict[str, Any]:
-    """Return what metrics need of an episode."""
     nodes = session.tree.nodes
     num_attached = sum(0 if node.parent is None else node.parent.num_ids for node in nodes)
     num_read = sum(node.num_ids - len(node.sampled) for node in nodes)

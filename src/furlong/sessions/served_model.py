@@ -66,7 +66,6 @@ class ServedEndpoints(SessionEndpoints):
         return await self._model.engine.stream(ids, params, stream)
 
     async def _replies(self, http: HttpRequest, start: Callable[[], Call]) -> list[Reply]:
-        """Return the replies of a call, which ends with its client."""
         call = start()
         try:
             return await unless_left(http, call.replies())

@@ -379,7 +379,6 @@ class Session:
             )
 
     async def _check_template(self) -> None:
-        """Check once for a run whether the chat template only appends."""
         if self.chat_format.is_proven:
             return
         await asyncio.to_thread(lambda: self.chat_format.longest_token)
@@ -430,7 +429,6 @@ class Session:
         return _Prompt(node, [*node.ids(), *self.chat_format.encode(text)], text)
 
     def _has_end(self, node: TreeNode) -> bool:
-        """Return whether the last sampled token is one that ends answers."""
         is_stopped = node.completion.finish_reason == "stop" and bool(node.sampled)
         return is_stopped and node.sampled[-1] in self.chat_format.end_ids
 

@@ -254,7 +254,6 @@ class SessionEndpoints(ABC):
         return json_response({"input_tokens": await self.on_loop(opened.count_tokens(call))})
 
     def _log_ignored(self, path: str, names: Sequence[str]) -> None:
-        """Log each name once."""
         new = [name for name in dict.fromkeys(names) if name not in self._logged][: MAX_LOGGED - len(self._logged)]
         if new:
             self._logged.update(new)

@@ -69,7 +69,6 @@ class RolloutDumps:
                 logger.warning("samples for the run page are not saved: %s; --keep-samples 0 saves none", problem)
 
     def _remove_old(self, path: Path, prefix: str) -> None:
-        """Remove all but the newest dumps of one kind."""
         assert self._newest is not None
         files = {each.stem.removeprefix(prefix): each for each in path.parent.glob(f"{prefix}*{path.suffix}")}
         numbers = sorted(int(number) for number in files if number.isdecimal())
@@ -78,7 +77,6 @@ class RolloutDumps:
 
 
 def _num_within(groups: Sequence[Group], most: int) -> int:
-    """Return how many of the first groups have at most so many tokens together, at least 1."""
     total = 0
     for i, group in enumerate(groups):
         total += sum(len(sample.tokens) for sample in group.samples)

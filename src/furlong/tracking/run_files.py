@@ -208,7 +208,6 @@ def _parsed(path: Path, keys: tuple[str, ...]) -> Iterator[tuple[int, bytes, Jso
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and content of each line. Raises DataError if the file cannot be read."""
     try:
         with path.open("rb") as file:
             yield from enumerate(file, 1)

@@ -67,7 +67,6 @@ def page_text(runs: Sequence[RunReader]) -> str:
 
 
 def _answers(pages: RunPages) -> dict[str, Any]:
-    """Return the answers for one run, with as many samples and steps as a file may have."""
     pages.samples.update()
     facts = pages.samples.facts()
     rows = pages.samples.page({}, limit=MAX_SAMPLES)["rows"]

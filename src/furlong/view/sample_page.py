@@ -150,7 +150,6 @@ class SamplePages:
         }
 
     def _batch_facts(self, file: SampleFile, sample: Sample) -> dict[str, Any]:
-        """Return what the training batch has of the sample: its normalized reward and its columns by token."""
         path = None if file.is_eval else batch_file(self._folder, self._flags, file.rollout_id)
         if path is None:
             return {}
@@ -178,7 +177,6 @@ def _row_of(batch: RolloutBatch, sample: Sample) -> int | None:
 
 
 def _leaves(group: Group, sample: Sample, first: int) -> list[dict[str, Any]]:
-    """Return the conversations of the episode that the sample belongs to; empty if it is not an agent's."""
     if sample.rollout_id is None or MESSAGES not in sample.metadata:
         own = sample.metadata.get(MESSAGES)
         return [{"pos": -1, "messages": _plain(turns_of_messages(own))}] if own else []
@@ -196,7 +194,6 @@ def _rounded(values: Sequence[float] | None) -> list[float | None] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON data; other values as text."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

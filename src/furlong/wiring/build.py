@@ -141,7 +141,6 @@ def build(resolved: Resolved, folder: Path) -> Built:
 
 
 def _build(context: RunContext, resolved: Resolved, opened: contextlib.ExitStack) -> Built:
-    """Build the parts in order; register their close methods with `opened`."""
     config = context.config
     specs = used_eval_specs(config)
     if (inputs := build_inputs(context)) is not None:

@@ -157,7 +157,6 @@ def read_tokenizer(model_dir: Path, template: str | None) -> Any:
 
 
 def _dumps(config: Config, folder: Path) -> RolloutDumps:
-    """Return where samples are saved: all by --save-debug-rollout-data, else the newest in the run's folder."""
     debug = config.debug
     if debug.save_debug_rollout_data is not None or not debug.keep_samples:
         return RolloutDumps(debug.save_debug_rollout_data)

@@ -179,7 +179,6 @@ def _http_engine(context: RunContext) -> HttpEngine:
 
 
 def _remote_sync(context: RunContext, training: TrainingParts, engine: HttpEngine) -> RemoteSync:
-    """Build what sends weights to servers, from the ranks on Ray or from the trainer in this process."""
     config, flags = context.config, context.config.sync
     timeout_s = max(TIMEOUT_S, 2 * flags.update_weight_timeout)  # more than for one bucket or folder
     verify_while_serving = flags.verify_weights == "during"

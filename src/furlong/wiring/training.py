@@ -199,7 +199,6 @@ def _check_quantized(context: RunContext) -> None:
 
 
 def _megatron_hooks(context: RunContext) -> MegatronHooks:
-    """Return the user functions of the Megatron backend with `args` bound."""
     hooks, args = context.hooks, context.args
     provider, before = hooks.custom_model_provider, hooks.custom_megatron_before_log_prob_hook
     start, step = hooks.custom_megatron_init, hooks.custom_megatron_before_train_step_hook
@@ -315,7 +314,6 @@ def build_packing(config: Config) -> Packing:
 
 
 def _losses(context: RunContext) -> list[RoleLoss]:
-    """Return what a round trains, in order."""
     algo = context.config.algo
     if not algo.uses_critic:
         return [RoleLoss("actor", _loss(context))]
@@ -398,7 +396,6 @@ def _self_test(context: RunContext) -> LogProbSelfTest | None:
 
 
 def _save_refused(folder: Path, ranks: Ranks, batch: RolloutBatch) -> Path:
-    """Write the samples of a non-finite step into the run directory; `core.batch_file.load_batch` reads them."""
     rank = f"_{ranks.rank}" if ranks.world_size > 1 else ""
     path = folder / f"refused_{batch.rollout_id}{rank}.safetensors"
     save_batch(path, batch)

@@ -170,7 +170,6 @@ def read(body: Mapping[str, Any], *, counts_only: bool = False) -> ClientCall:
 
 
 def _messages(fields: MessagesFields) -> list[Message]:
-    """Return the messages in OpenAI's form."""
     given = [convert(each, _Message, f"messages[{i}].") for i, each in enumerate(fields.messages or ())]
     if given and given[-1].role == "assistant":
         raise MessageError(

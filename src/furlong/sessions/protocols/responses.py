@@ -284,7 +284,6 @@ def _item_id(kind: str, response_id: str) -> str:
 
 
 def _text_item(kind: str, response_id: str, text: str) -> dict[str, Any]:
-    """Return an item of the kind reasoning or message."""
     item = {"type": kind, "id": _item_id(kind, response_id)}
     if kind == "reasoning":
         return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": text}]}

@@ -109,7 +109,6 @@ class BroadcastTransport(Transport):
                 torch.cuda.current_stream(self._device).synchronize()  # checksums run on another stream
 
     async def _regroup(self, servers: Sequence[SglangServer], version: int) -> None:
-        """Create the group of this process and the ranks of all engines."""
         if self._group is not None:
             members = {member.url for member in self._members}
             await self._leave([server for server in servers if server.url in members])

@@ -211,7 +211,6 @@ class DeltaTransport(DiskTransport):
     async def _split(
         self, servers: Sequence[SglangServer], base_version: int
     ) -> tuple[list[SglangServer], list[SglangServer]]:
-        """Split the servers into those that can apply a delta to `base_version`, and the others."""
         dtypes = {tensor.dtype for name, tensor in self._base.items() if not is_stored_part(name, tensor.dtype)}
         appliers: list[SglangServer] = []
         for server in servers:
