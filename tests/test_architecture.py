@@ -69,7 +69,7 @@ ALLOWED |= {
 }
 # Lines of Python per package, "furlong" for the modules that are in none.
 BUDGET = {
-    "algo": 1717,
+    "algo": 1713,
     "catalogue": 1245,
     "chat": 1390,
     "cluster": 1524,

@@ -16,7 +16,6 @@ from furlong.config.command_line import config_from_values
 from furlong.core.sample import Group, Sample
 from furlong.diagnosis.monitors import MONITORS
 from furlong.diagnosis.monitors.monitor import MonitorSuite, RunFacts
-from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED
 from furlong.rollout.metrics import rollout_metrics
 
 Flags = Mapping[str, Any]
@@ -187,10 +186,6 @@ ROLLOUTS = (
           [{"rollout/suspicious/empty": 9.0, "rollout/suspicious/empty_best": 9.0}], remedy="reward test"),
     steps("code that ends its tests", "REW05",
           [{"rollout/suspicious/exit": 10.0, "rollout/suspicious/exit_best": 9.0}], remedy="outside of the sandbox"),
-    steps("rewards that a step waits for", "REW04", [WAITS | {"perf/reward_wait_time": 8.0}] * 3,
-          {"custom_rm_path": "own.py:reward"}, remedy="--num-reward-workers|async def"),
-    steps("a slow reward server", "REW04", [WAITS | {"perf/reward_wait_time": 8.0}] * 3,
-          {"rm_type": "remote_rm", "rm_url": "http://127.0.0.1:1"}, remedy="--rm-url"),
     steps("a generate function that raises", "HOOK01", [{"rollout/generate_failed": 8.0}],
           CUSTOM | {"rollout_batch_size": 8}, remedy="run.log"),
     steps("a generate function that times out", "HOOK01", [{"rollout/generate_timed_out": 8.0}],
@@ -277,45 +272,19 @@ NUMBERS = (
 )  # fmt: skip
 
 LOST: dict[str, Any] = {"event": "engine_lost", "engine": 0, "url": "http://127.0.0.1:1"}
-COMPARED = {
-    "event": "weights_compared", "version": 4, "tensors": 60, "changed": 57,
-    "unchanged": ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"],
-}  # fmt: skip
-RANKS = {
-    "event": "ranks_timed", "rollout": 9, "seconds": 2.0, "stages": 1, "layers_s": [0.5, 0.5, 1.5, 0.5],
-    "per_cost_s": [0.5, 0.5, 1.5, 0.5], "slowest": 2, "place": "trainer rank 2 (host b, GPU 2)",
-}  # fmt: skip
 
 MACHINES = (
     steps("one busy engine", "ENG04", [{"engine/requests/max": 30.0, "engine/requests/mean": 8.0}] * 5,
           remedy="--sglang-router-strategy round_robin"),
     steps("weight updates of a minute", "SYNC01", [{"perf/update_weights_time": 60.0, "perf/step_time": 80.0}] * 3,
           remedy="--update-weights-interval"),
-    steps("an engine that keeps memory", "MEM03",
-          [{"memory/engine_kept_frac": kept, "memory/trainer_peak_frac": 0.7} for kept in (0.06, 0.12)],
-          remedy="--sglang-max-running-requests"),
-    steps("a trainer that keeps memory", "MEM03", [{"memory/trainer_kept_frac": kept} for kept in (0.06, 0.2)],
-          remedy="--sglang-mem-fraction-static"),
-    steps("host memory that fills up", "MEM04", [{"perf/host_memory_frac": 0.5 + 0.012 * i} for i in range(34)]),
-    happened("weights that do not arrive", "SYNC01",
-             [{"event": "weight_update_timeout", "version": 3, "seconds": 300, "transport": "nccl", "missing": ["0"]}],
-             remedy="--update-weight-timeout"),
-    happened("matrices that never change", "SYNC02", [COMPARED] * 4, remedy="--freeze-params-name-list"),
-    happened("a slow rank", "RANK01", [RANKS] * 8),
     happened("an engine that died", "ENG03", [LOST | {"reason": "was ended by signal 9"}],
              remedy="--use-fault-tolerance"),
     happened("an engine of SGLang that died", "ENG03", [LOST | {"reason": "ended with exit code 1"}],
              {"engine": "sglang"}, remedy="--sglang-mem-fraction-static"),
-    happened("an engine that hangs", "ENG03", [LOST | {"reason": "no answer", "code": ENGINE_HANGS}],
-             remedy="--rollout-health-check-timeout"),
-    happened("an engine that does not answer", "ENG03", [LOST | {"reason": "closed", "code": ENGINE_UNANSWERED}],
-             {"use_fault_tolerance": True}, remedy="log", without="--use-fault-tolerance"),
     happened("an engine that is stopped", "ENG06",
              [{"event": "engine_silent", "url": "http://127.0.0.1:1", "running": 4, "asked": "/generate",
                "seconds": 31, "health": "no answer"}], remedy="kill -CONT"),
-    happened("GPUs that others use", "GPU02",
-             [{"event": "placement_waiting", "seconds": 30, "asked": "8 GPUs", "free": "4 GPUs"}],
-             remedy="--actor-num-gpus-per-node"),
     happened("a reward that never returns", "HANG01",
              [{"event": "hang", "seconds": 3600, "doing": "functions wait, 0 requests finished: 1 x f (own.py:3)",
                "report": "hang_0.txt", "last": {}}], remedy="--reward-timeout"),
@@ -382,11 +351,7 @@ HEALTHY = (
     steps("balanced engines", "", [{"engine/requests/max": 12.0, "engine/requests/mean": 9.0}] * 10),
     steps("short weight updates", "", [{"perf/update_weights_time": 8.0, "perf/step_time": 90.0}] * 5),
     steps("memory that stays", "", [{"memory/engine_kept_frac": 0.06, "memory/trainer_peak_frac": 0.7}] * 10),
-    steps("host memory that settles", "", [{"perf/host_memory_frac": min(0.3 + 0.01 * i, 0.36)} for i in range(60)]),
     steps("experts that mostly agree", "", [{"train/routing_agreement": 0.97}] * 3),
-    happened("norms that do not change in bfloat16", "", [COMPARED | {"unchanged": ["model.norm.weight"]}] * 6),
-    happened("experts without tokens once", "", [COMPARED] * 2 + [COMPARED | {"unchanged": []}] * 4),
-    happened("ranks in step", "", [RANKS | {"layers_s": [0.5] * 4, "per_cost_s": [0.5] * 4}] * 10),
 )  # fmt: skip
 
 FEW = {"rollout_batch_size": 2, "n_samples_per_prompt": 2}

@@ -80,8 +80,10 @@ ROWS = (
         "collectives hangs.",
         checked="An engine that has not answered for 30 s gets a health request (/health_generate, or /health while it "
         "loads weights), which may take another 30 s.",
-        remedy="The message has its requests, the seconds of silence and the result of the health check. The run waits "
-        "until --sglang-router-request-timeout-secs; --use-fault-tolerance restarts such an engine.",
+        remedy="Read the end of its log under logs/ and inspect its process (`ps`: state T means stopped, `kill -CONT` "
+        "resumes it; `py-spy dump` shows where it is). A sleeping engine needs /resume_memory_occupation and "
+        "/continue_generation. The run waits until --sglang-router-request-timeout-secs; --use-fault-tolerance "
+        "restarts such an engine.",
     ),
     Row(
         "SYNC01",
@@ -155,7 +157,8 @@ ROWS = (
         symptom="An asynchronous run waits for rollouts that never arrive.",
         cause="The worker's task or process ended.",
         checked="Progress of the rollouts that were started.",
-        remedy="The message has the worker's error; without one, see HANG01.",
+        remedy="Fix what it raised (the traceback is in run.log). A worker of a --rollout-function-path must pass its "
+        "errors on to the function that waits for it.",
         guides=(MD,),
     ),
     Row(

@@ -240,7 +240,8 @@ ROWS = (
         symptom="The run hangs while its placement group is pending.",
         cause="Another job uses the GPUs, or no single node has as many as one bundle requests.",
         checked="After 30 s: the GPUs requested, the GPUs available, and the node that has too few.",
-        remedy="End the other job, or request fewer GPUs per node; --placement-timeout sets the deadline.",
+        remedy="End the other job, lower --actor-num-gpus-per-node or --rollout-num-gpus, or share GPUs with "
+        "--colocate; --placement-timeout sets the deadline.",
         guides=(MQ, SQ),
     ),
     Row(

@@ -155,7 +155,13 @@ class RayTrainer(Trainer):
         refs, costs = await asyncio.to_thread(self._put, batch)
         spent = time.perf_counter() - started
         metrics = await self._call("train", lambda rank: (refs[self._place_of(rank.number).data_rank], spent))
-        self._report_times(batch.rollout_id, metrics, costs, time.perf_counter() - started)
+        seconds, rank_costs = (
+            time.perf_counter() - started,
+            [costs[self._place_of(r.number).data_rank] for r in self.ranks],
+        )
+        if (fields := rank_times(metrics, rank_costs, [str(rank) for rank in self.ranks])) is not None:
+            stages = self._sizes.pipeline
+            self._on_event("ranks_timed", rollout=batch.rollout_id, seconds=round(seconds, 6), stages=stages, **fields)
         # the last rank of each part: of a pipeline, the one that computes the loss
         parts = {self._place_of(number).data_rank: values for number, values in enumerate(metrics)}
         return merge(list(parts.values()))
@@ -163,12 +169,6 @@ class RayTrainer(Trainer):
     def _put(self, batch: RolloutBatch) -> tuple[list[Any], list[float]]:
         parts = self._split(batch, self._flops)
         return [ray.put(part) for part in parts], [cost_of(part.batch.lengths, self._flops) for part in parts]
-
-    def _report_times(self, rollout: int, metrics: Sequence[Metrics], costs: Sequence[float], seconds: float) -> None:
-        rank_costs = [costs[self._place_of(rank.number).data_rank] for rank in self.ranks]
-        if (fields := rank_times(metrics, rank_costs, [str(rank) for rank in self.ranks])) is not None:
-            stages = self._sizes.pipeline
-            self._on_event("ranks_timed", rollout=rollout, seconds=round(seconds, 6), stages=stages, **fields)
 
     def weights(self) -> WeightSource:
         """Raise TrainerError: the weights are on the ranks, which send them themselves."""

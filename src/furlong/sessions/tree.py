@@ -127,13 +127,12 @@ class SessionTree:
         """Yield the nodes whose messages the request repeats, the deepest and latest first."""
         for count in range(len(request.messages), 0, -1):
             for node in reversed(self._by_hash.get(request.hashes[count], ())):
-                if self._keeps_reasoning(node, request.messages):
+                is_kept = (
+                    each.reply is None or same_reasoning(each.reply, request.messages[each.num_messages - 1])
+                    for each in node.path
+                )
+                if all(is_kept):
                     yield node
-
-    def _keeps_reasoning(self, node: TreeNode, messages: Sequence[Message]) -> bool:
-        return all(
-            each.reply is None or same_reasoning(each.reply, messages[each.num_messages - 1]) for each in node.path
-        )
 
     def longest_prefix(self, ids: Sequence[int], role: str = "") -> TreeNode | None:
         """Return the deepest node of a role all of whose ids begin `ids`."""

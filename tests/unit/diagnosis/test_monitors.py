@@ -549,21 +549,6 @@ def test_the_steps_that_a_rollout_had_decide_and_not_the_flags(name: str) -> Non
     assert len(read(later, load="save")) == len(read(later, load="save", num_steps_per_rollout=4)) == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        ({"rollout_temperature": 1.8, "rollout_max_response_len": 8}, "--rollout-temperature 1.8"),
-        ({"rollout_min_new_tokens": 8, "rollout_max_response_len": 8}, "--rollout-min-new-tokens 8"),
-    ],
-)
-def test_sampling_that_keeps_responses_from_ending_is_named(flags: dict[str, Any], word: str) -> None:
-    [found] = diagnose({"rollout/truncated_ratio": 1.0}, **flags)
-    assert word.split()[0] in found.remedy
-    assert word.split()[1] in found.cause + found.remedy
-    [usual] = diagnose({"rollout/truncated_ratio": 1.0}, rollout_max_response_len=8, rollout_min_new_tokens=2)
-    assert "--rollout-min-new-tokens" not in usual.cause
-
-
 def test_a_gap_that_rounding_explains_is_reported_only_above_its_limit() -> None:
     first = {GAP: 0.06, "selftest/share/numerics": 1.0, "selftest/logp_rounding_limit": 0.08}
     assert read(first, *[{GAP: 0.07}] * 200) == []  # also when the self-test is no longer among the recent steps

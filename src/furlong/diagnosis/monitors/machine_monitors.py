@@ -270,9 +270,6 @@ def engine_silent(event: Event, before: Sequence[Event], facts: RunFacts) -> Ale
         "ENG06",
         f"the engine at {event.get('url')} has {event.get('running')} open requests and has sent no token and no "
         f"answer for {seconds:.0f} s (oldest request: {event.get('asked')}); health check: {event.get('health')}",
-        remedy="read the end of its log under logs/ and inspect its process (`ps`: state T means stopped, kill "
-        "-CONT resumes it; `py-spy dump` shows where it is); a sleeping engine needs /resume_memory_occupation and "
-        "/continue_generation; --use-fault-tolerance restarts such an engine automatically",
         evidence=_fields(event),
         level=seconds,
     )
@@ -285,8 +282,6 @@ def placement_wait(event: Event, before: Sequence[Event], facts: RunFacts) -> Al
         "GPU02",
         f"the placement group has waited {event.get('seconds')} s for {event.get('asked')}; free: "
         f"{event.get('free')}" + (f" ({event['lacking']})" if event.get("lacking") else ""),
-        remedy="end the job that uses the GPUs, lower --actor-num-gpus-per-node or --rollout-num-gpus, or share "
-        "them with --colocate",
         severity="warning",
         evidence=_fields(event),
         level=float(event.get("seconds", 1.0)),
@@ -299,8 +294,6 @@ def worker_died(event: Event, before: Sequence[Event], facts: RunFacts) -> Alert
     return alert(
         "ASYNC02",
         f"{event.get('worker')} ended with {event.get('error')}: {event.get('message')}",
-        remedy="fix what it raised (the traceback is in run.log); a worker of a --rollout-function-path must pass "
-        "its errors on to the function that waits for it",
         evidence=_fields(event),
     )
 

@@ -49,7 +49,10 @@ class RunFacts:
         """Look up the chat template and the sizes of `config`'s model."""
         folder = Path(str(config.rollout.hf_checkpoint or ""))
         is_random = bool(_read_json(folder / "config.json").get(RANDOM))
-        return RunFacts(config, _has_chat_template(folder), *_sizes(folder), has_random_weights=is_random)
+        has_template = (folder / "chat_template.jinja").exists() or bool(
+            _read_json(folder / "tokenizer_config.json").get("chat_template")
+        )
+        return RunFacts(config, has_template, *_sizes(folder), has_random_weights=is_random)
 
     @property
     def model(self) -> str:
@@ -115,12 +118,6 @@ def _is_foreign(folder: Path, step: int | None) -> bool:
         return find_foreign_weights(folder, step=step) is not None
     except OSError:
         return False
-
-
-def _has_chat_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").exists():
-        return True
-    return bool(_read_json(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def _sizes(folder: Path) -> tuple[int, int]:

@@ -316,12 +316,7 @@ CAUSES = (
         "status` lists them",
         "A single node must have all GPUs of a bundle.",
     ),
-    Signature(
-        "GPU02", "", "the placement group did not get its GPUs",
-        "end the job that uses them, request fewer, share them with --colocate, or wait longer with "
-        "--placement-timeout",
-        code=PLACEMENT_TIMEOUT,
-    ),
+    Signature("GPU02", "", "the placement group did not get its GPUs", code=PLACEMENT_TIMEOUT),
     Signature(
         "GPU05",
         r"Could not find any running Ray instance[^\n]*|[^\n]*(Failed|[Uu]nable) to connect to GCS[^\n]*",

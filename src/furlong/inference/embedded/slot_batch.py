@@ -479,7 +479,10 @@ class SlotBatch:
 
     def _decode_step(self) -> None:
         if self._buffer.is_full:
-            self._rewind_buffer()
+            for slot in range(len(self.running)):
+                self._flush(slot)
+            self._buffer.rewind(self.running)
+            self._plan = None
         plan = self._fitting_plan()
         np.add(plan.active, 1, out=plan.active)
         self._longest += 1
@@ -494,12 +497,6 @@ class SlotBatch:
         buffer.clock += 1
         if buffer.clock >= plan.first_end or plan.has_stop_strings or (plan.stop_ids == tokens).any():
             self._finish_ended(0, tokens)
-
-    def _rewind_buffer(self) -> None:
-        for slot in range(len(self.running)):
-            self._flush(slot)
-        self._buffer.rewind(self.running)
-        self._plan = None
 
     def _fitting_plan(self) -> SamplingPlan:
         """The plan after retracting the requests for which the cache budget has no further position."""

@@ -188,7 +188,8 @@ class LocalHost(Host):
     def _bind(self, ports: Sequence[int]) -> int | None:
         bound: dict[int, socket.socket] = {}
         for port in ports:
-            reserved = _socket_of_all_addresses()
+            # bound to "", it occupies a port of every address
+            reserved = _dual_stack() if _has_ipv6() else socket.socket()
             try:
                 if port in self._reserved:
                     raise OSError
@@ -254,11 +255,6 @@ def _dual_stack() -> socket.socket:
     opened = socket.socket(socket.AF_INET6)
     opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     return opened
-
-
-def _socket_of_all_addresses() -> socket.socket:
-    """Create a socket that, bound to "", occupies a port of every address."""
-    return _dual_stack() if _has_ipv6() else socket.socket()
 
 
 def port_range() -> tuple[int, int]:
