@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.config.checks.validate import validate
-from furlong.config.checks.value_checks import epoch_problem
 from furlong.config.command_line import Resolved, command_of, without_credentials
 from furlong.config.critic import critic_settings
 from furlong.config.engine_groups import is_split, trained_model
@@ -244,8 +243,11 @@ def build_schedule(context: RunContext, source: DataSource, *, has_eval: bool) -
                 "use --num-rollout"
             )
         num_epoch, batch_size = int(config.data.num_epoch or 1), config.data.rollout_batch_size
-        if problem := epoch_problem(num_epoch, per_epoch, batch_size):
-            raise ConfigError(problem)
+        if per_epoch * num_epoch < batch_size:
+            raise ConfigError(
+                f"--num-epoch {num_epoch} of {per_epoch} prompts is less than one rollout of --rollout-batch-size "
+                f"{batch_size}; lower it, or use more prompts or epochs"
+            )
         num_rollout = per_epoch * num_epoch // batch_size
         logger.info(
             "%d rollouts: %d prompts x %s epochs / %d prompts each",

@@ -103,16 +103,6 @@ def verifier_problem(where: str, name: str) -> str | None:
     return f"{where} {name} is not a verifier; {hint or ways}"
 
 
-def epoch_problem(num_epoch: int, num_prompts: int, batch_size: int) -> str | None:
-    """Return why epochs of a file do not fill one rollout; None if they do."""
-    if num_prompts * num_epoch >= batch_size:
-        return None
-    return (
-        f"--num-epoch {num_epoch} of {num_prompts} prompts is less than one rollout of --rollout-batch-size "
-        f"{batch_size}; lower it, or use more prompts or epochs"
-    )
-
-
 def url_problem(flag: str, url: str) -> str | None:
     """Return why `url` is not an address of an HTTP server; None if it is. What precedes an @ is not shown.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -40,10 +40,8 @@ SAMPLED_BYTES = 64 << 20  # of a JSON Lines file: numbering a line needs all lin
 class SampledRows:
     """The first rows of a file and a sample of the rest, as the run would read them."""
 
-    name: str
     prompts: list[Prompt]
     refused: list[RejectedRow]
-    is_whole: bool = False  # whether these are all rows
 
     @property
     def num_rows(self) -> int:
@@ -193,23 +191,17 @@ def read_rows(path: str, prompt_format: PromptFormat, tokenizer: Any, *, whole: 
     """Read and render the first rows of a file and a sample of the rest, or all. Raises ConfigError or DataError."""
     location = PromptDataPath.parse(path)
     reader, renderer = open_rows(location, tokenizer=tokenizer, prompt_format=prompt_format)
-    if whole:
-        return _rows(location, renderer.render(list(read_slice(reader, location))), is_whole=True)
     start, stop = location.start or 0, location.stop
-    if start < 0 or (stop is not None and stop < 0):
-        raw = list(read_slice(reader, location))
-        return _rows(location, renderer.render(raw[:FIRST_ROWS]), is_whole=len(raw) <= FIRST_ROWS)
-    last = start + FIRST_ROWS if stop is None else min(stop, start + FIRST_ROWS)
-    raw = list(islice(reader.read(Cursor(0)), start, last))
-    if location.start is None and location.stop is None and len(raw) == FIRST_ROWS:
-        raw += _rows_from_elsewhere(reader, after=raw[-1])
-    return _rows(location, renderer.render(raw), is_whole=len(raw) < FIRST_ROWS)
-
-
-def _rows(location: PromptDataPath, results: Sequence[Prompt | RejectedRow], *, is_whole: bool) -> SampledRows:
+    if whole or start < 0 or (stop is not None and stop < 0):
+        raw = list(read_slice(reader, location))[: None if whole else FIRST_ROWS]
+    else:
+        last = start + FIRST_ROWS if stop is None else min(stop, start + FIRST_ROWS)
+        raw = list(islice(reader.read(Cursor(0)), start, last))
+        if location.start is None and location.stop is None and len(raw) == FIRST_ROWS:
+            raw += _rows_from_elsewhere(reader, after=raw[-1])
+    results = renderer.render(raw)
     prompts = [result for result in results if isinstance(result, Prompt)]
-    refused = [result for result in results if isinstance(result, RejectedRow)]
-    return SampledRows(str(location.path), prompts, refused, is_whole)
+    return SampledRows(prompts, [result for result in results if isinstance(result, RejectedRow)])
 
 
 def _rows_from_elsewhere(reader: RowReader, *, after: RawRow) -> list[RawRow]:
