@@ -15,16 +15,19 @@ from furlong.core.process_end import EXIT_WITHIN_S, end_children, exit_within, s
 from furlong.core.text import did_you_mean, redact_credentials
 from furlong.errors import ConfigError, EndedBySignal, FurlongError
 
+TRAIN_ELSEWHERE = ("run", "start", "launch", "fit", "grpo", "ppo", "sft", "rl", "finetune")  # names of such commands
 SLIMES_DEFAULTS = {"lr_decay_style": "linear"}  # Megatron's, where furlong has others
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 success, 1 failure, 2 wrong usage, 130 Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"] and words[1:2] and words[1] in COMMANDS:
+        words = [words[1], "--help", *words[2:]]
     if not words or words[0] in ("-h", "--help", "help"):
         show(_usage())
         return 0 if words else 2
-    if words[0] in ("-V", "--version"):
+    if words[0] in ("-V", "--version", "version"):
         from furlong.version import __version__
 
         print(f"furlong {__version__}")
@@ -32,8 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS.get(words[0])
     if command is None:
         _, hint = did_you_mean(words[0], COMMANDS)
-        more = f"{hint} `furlong --help` lists all." if hint else f"its commands are:\n\n{_usage()}"
-        print(f"furlong has no command {words[0]}; {more}", file=sys.stderr)
+        if words[0].startswith("-") or words[0] in TRAIN_ELSEWHERE:
+            hint = f"did you mean furlong train{f' {words[0]} ...' if words[0].startswith('-') else ''}?"
+        print(
+            f"furlong has no command {words[0]}; {f'{hint} ' if hint else ''}`furlong --help` lists all",
+            file=sys.stderr,
+        )
         return 2
     module, _, function = command.target.partition(":")
     return _run(

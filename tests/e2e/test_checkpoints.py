@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -66,6 +67,22 @@ def test_the_trained_model_is_where_flags_say(model, data, tmp_path):
     assert not [folder for name in "ab" if (folder := tmp_path / name / "model").exists()]
     with pytest.raises(ConfigError, match="the trained model replaces"):
         train(flags(tmp_path / "own", data, tmp_path / "c", save_hf=tmp_path / "own"))
+
+
+def test_a_run_that_was_ended_while_it_wrote_its_model_writes_it_when_repeated(model, data, tmp_path):
+    command = flags(model, data, tmp_path / "run", num_rollout=1, save=tmp_path / "save", load=tmp_path / "save")
+    kept = tmp_path / "run" / "model"
+    train(command)
+    weights = (kept / "model.safetensors").read_bytes()
+    kept.rename(kept.with_name("model.partial"))
+    train(command)
+    assert (kept / "model.safetensors").read_bytes() == weights
+    (kept / "README.md").unlink()
+    train(command)
+    assert not (kept / "README.md").exists()  # it was complete
+    os.utime(kept, (0, 0))  # the model of an earlier step
+    train(command)
+    assert (kept / "README.md").exists()
 
 
 def test_export_has_the_chat_template_that_was_trained_with(model, data, tmp_path):

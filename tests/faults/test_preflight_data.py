@@ -141,6 +141,16 @@ def test_prompts_beyond_the_limit_are_measured(world):
     assert found.evidence == {"num_long": 3, "num_prompts": 4, "context_len": 128, "longest": 200}
 
 
+def test_responses_that_the_context_cuts_off_are_told_before_the_run(world):
+    world.write(*({"input": "x" * (10 + i), "label": "1"} for i in range(3)))
+    found = only(world.look(rollout_max_response_len=1000), "DATA04", "warning")
+    assert names(found.finding, "--rollout-max-response-len 1000", "context of 128 tokens", "after about 117 tokens")
+    assert "--rollout-max-response-len 116 or less" in found.remedy
+    only(world.look(rollout_max_response_len=117), "DATA04", "info")
+    assert world.look(rollout_max_response_len=116) == []
+    assert world.look(rollout_max_response_len=90, rollout_max_context_len=100) == []  # a chosen limit
+
+
 @fault("REW01")
 def test_a_reward_that_raises(world):
     (world.folder / "raises.py").write_text("def reward(args, sample, **kw):\n    return float(sample.label['x'])\n")

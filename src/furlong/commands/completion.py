@@ -7,12 +7,19 @@ from furlong.commands.output import command_parser, show
 FLAG_COMMANDS = ("train", "doctor", "plan", "eval", "data", "reward")  # that accept flags of training
 
 SCRIPT = """{head}_furlong() {{
-  local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}}
+  local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} before=""
   COMPREPLY=()
-  if [ "$COMP_CWORD" = 1 ]; then
-    COMPREPLY=($(compgen -W "{commands}" -- "$current"))
-    return
-  fi
+  case "$COMP_CWORD ${{COMP_WORDS[1]}}" in
+    "1 "*) COMPREPLY=($(compgen -W "{commands}" -- "$current")); return ;;
+{subcommands}
+  esac
+  case "$previous$current" in
+    --*=) previous=${{previous%=}}; current="" ;;
+    =*) previous=${{COMP_WORDS[COMP_CWORD-2]}} ;;
+  esac
+  case "$current" in
+    --*=*) previous=${{current%%=*}}; before="$previous="; current=${{current#*=}} ;;
+  esac
   case "${{COMP_WORDS[1]}} $current" in
     {flag_commands}) COMPREPLY=($(compgen -W "{flags}" -- "$current")); return ;;
   esac
@@ -22,6 +29,7 @@ SCRIPT = """{head}_furlong() {{
 }}
 complete -o default -F _furlong furlong
 """
+SUBCOMMANDS = {"data": "check tokenize", "reward": "test", "template": "check list show", "completion": "bash zsh"}
 ZSH = "autoload -U +X compinit bashcompinit && compinit -u && bashcompinit\n"
 
 
@@ -50,12 +58,17 @@ def script(shell: str) -> str:
     ]
     choices = {spec.flag: spec.choices for spec in specs if spec.choices} | {"--rm-type": RM_TYPES}
     values = [
-        f'    {flag}) COMPREPLY=($(compgen -W "{" ".join(words)}" -- "$current")) ;;' for flag, words in choices.items()
+        f'    {flag}) COMPREPLY=($(compgen -P "$before" -W "{" ".join(words)}" -- "$current")) ;;'
+        for flag, words in choices.items()
     ]
     return SCRIPT.format(
         head=ZSH if shell == "zsh" else "",
         commands=" ".join(COMMANDS),
         flag_commands=" | ".join(f'"{name} "-*' for name in FLAG_COMMANDS),
         flags=" ".join([*flags, *FILE_FLAGS, "--help"]),
+        subcommands="\n".join(
+            f'    "2 {name}") COMPREPLY=($(compgen -W "{words}" -- "$current")); return ;;'
+            for name, words in SUBCOMMANDS.items()
+        ),
         values="\n".join(values),
     )

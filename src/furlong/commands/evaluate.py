@@ -127,7 +127,10 @@ def _sets(
     if data is None and named:
         data = named[0].prompt_data or f"episodes:{options.num_tasks or DEFAULT_TASKS}"
     if data is None and not (config.eval.eval_prompt_data or config.eval.eval_config):
-        raise ConfigError("there is nothing to evaluate; give a data file, a task or an environment")
+        raise ConfigError(
+            "there is nothing to evaluate; name a data file, a task or an environment, such as `furlong eval "
+            "problems.jsonl --hf-checkpoint MODEL --rm-type math`"
+        )
     if data is not None:
         name = named[0].name if named else set_name(data)
         resolved, problems = examine([*words, "--eval-prompt-data", name, data], preset=preset)

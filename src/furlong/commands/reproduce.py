@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ def reproduce(words: list[str]) -> int:
 
     Exit code 1 if a row failed, or its interval and the published one do not overlap.
     """
+    from furlong.config.hub import resolve_model
     from furlong.reproduce.published import comparison, read_published
     from furlong.reproduce.rows import Settings, find_row
     from furlong.reproduce.run_row import run_row
@@ -26,6 +28,11 @@ def reproduce(words: list[str]) -> int:
         _list_rows(as_json=options.json)
         return 0
     code, results = 0, dict[str, Any]()
+    model = options.model
+    if model is not None:
+        if not options.print_only:
+            model = resolve_model("--model", model)
+        model = os.path.abspath(model) if os.path.exists(model) else model
     chosen = [find_row(name) for name in options.rows]
     for row in chosen:
         settings = Settings(
@@ -34,7 +41,7 @@ def reproduce(words: list[str]) -> int:
             options.steps,
             options.parallel,
             options.row_limit,
-            options.model and options.model.resolve(),
+            model,
             options.trl_python,
         )
         if options.print_only:
@@ -66,7 +73,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
         metavar="DIR",
         help="folder of runs and results, with one folder per row (default: outputs/reproduce)",
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="model folder, for rows that need one")
+    parser.add_argument("--model", metavar="DIR", help="model folder or name on the Hub, for rows that need one")
     parser.add_argument("--trl-python", type=Path, metavar="PATH", help="a Python with TRL, for rows of TRL")
     parser.add_argument("--print-only", action="store_true", help="print the commands without running them")
     options = parser.parse_args(words)

@@ -31,6 +31,8 @@ from furlong.errors import ConfigError
 
 CONFIG_FLAG = "--config"
 OVERRIDE_FLAG = "--custom-config-path"
+YAML_FILES = (".yaml", ".yml")
+TYPOGRAPHIC = str.maketrans({**dict.fromkeys("“”„«»", '"'), **dict.fromkeys("‘’‚", "'"), "\xa0": " "})
 _ON, _OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -263,7 +265,11 @@ def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> tuple[FlagValue
             _refuse_unknown(read, name, [*by_flag, *negated, *paths])
             _take_values(words, len(words))  # the values of the unknown flag
         else:
-            read.problems.append(_unexpected(word, words, [*by_flag, *negated, *paths]))
+            before = next(
+                (each for each in reversed(argv[: len(argv) - len(words) - 1]) if looks_like_a_flag(each)), ""
+            )
+            read.problems.append(_unexpected(word, words, [*by_flag, *negated, *paths], before))
+            read.is_unread |= word.endswith(YAML_FILES)
     for given, spec in tied:
         own = str(read.values.get(spec.field, spec.default))
         if given.split()[1:] != [own]:
@@ -319,22 +325,40 @@ def _value(spec: FlagSpec, words: list[str], text: str | None) -> Any:
     return value_from_words(spec, values)
 
 
-def _unexpected(word: str, words: list[str], known: Sequence[str]) -> str:
-    """Return the problem of a word that is no flag and no value, and remove what seems to belong to it from `words`."""
+def _unexpected(word: str, words: list[str], known: Sequence[str], before: str) -> str:
+    """Return the problem of a word that is no flag and no value, and remove what seems to belong to it from `words`.
+
+    before: the last flag, if there is one.
+    """
+    if not word:
+        return "unexpected word '', perhaps an unset shell variable; set it, or remove the word"
+    if not word.strip("\\ \t\r\n\xa0"):
+        return f"unexpected word {word!r}: a backslash continues a line only at its end; delete what follows it"
+    if (plain := word.translate(TYPOGRAPHIC).strip("'\"")) != word.strip("'\""):
+        _take_values(words, len(words))
+        return f"unexpected word {word!r}: it has typographic quotes or spaces; write {plain}"
     key, equals, value = word.lstrip("+").partition("=")
     if (flag := VERL_KEYS.get(key)) is not None and equals:
         return f"{word}: {key} is a setting of verl; use {flag}"
     dashed = "--" + key.lstrip("-–—").replace("_", "-")
-    _, hint = did_you_mean(FURLONG_NAMES.get(dashed, dashed), known)
+    _, hint = did_you_mean(FURLONG_NAMES.get(dashed, dashed), known) if "." not in key else ([], "")
     if hint and (equals or not word[0].isalnum() or dashed in known):
         given = " ".join([value] if equals else _take_values(words, 1))
         return f"unexpected word {word!r}: flags begin with two dashes; {hint.rstrip('?')} {given}".rstrip() + "?"
     if "." in key and equals:
         return f"unexpected word {word!r}: settings of other programs are not read; see `furlong train --help`"
+    if word.endswith(YAML_FILES):
+        return f"unexpected word {word!r}; did you mean {CONFIG_FLAG} {word}?"
+    if before in ("--prompt-data", "--hf-checkpoint"):
+        joined = "join several files into one" if before == "--prompt-data" else "remove it"
+        return f"unexpected word {word!r}: {before} takes one value; {joined}"
     return f"unexpected word {word!r}: no flag before it accepts it; remove it or quote it"
 
 
 def _refuse_unknown(read: FlagValues, name: str, known: Sequence[str]) -> None:
+    if (plain := name.translate(TYPOGRAPHIC)) != name:
+        read.refuse(plain.split()[0], f"unknown flag {name!r}: it has typographic quotes or spaces; write {plain}")
+        return
     dashed = name.lower().replace("_", "-")
     if (refusal := find_refusal(dashed)) is not None:
         read.problems.append(Problem(refusal.message(name), NO_EFFECT))

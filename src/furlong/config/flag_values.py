@@ -114,7 +114,9 @@ def _typed(spec: FlagSpec, value: Any) -> Any:
     if spec.type is float and type(value) is str and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         value = float(value)  # YAML 1.1 reads 1e-6 as a string, because it has no point
     if type(value) is not spec.type:
-        raise ValueError(f"got {shortened(value)} ({type(value).__name__}), expected {_NAMES[spec.type]}")
+        is_quoted = type(value) is str and re.fullmatch(r"[-+\d.eE]+|true|false", value) is not None
+        fix = "; remove the quotes" if is_quoted and spec.type in (int, float, bool) else ""
+        raise ValueError(f"got {shortened(value)} ({type(value).__name__}), expected {_NAMES[spec.type]}{fix}")
     if spec.type is str:
         return _choice(spec, value)
     if spec.type is dict:
@@ -123,6 +125,9 @@ def _typed(spec: FlagSpec, value: Any) -> Any:
 
 
 def _choice(spec: FlagSpec, word: str) -> str:
+    if re.fullmatch(r"DIR.*|(\[NAME\] )?FILE", spec.metavar or "") and re.match(r"~/|\$\{?[A-Za-z_]", word):
+        why = "a shell replaces ~ and $NAME before a command sees them, except in quotes and, for ~, after ="
+        raise ValueError(f"got {word!r}: {why}; write the whole path")
     if (why := VALUES.get((spec.flag, word))) is not None:
         raise ValueError(why.message(f"{spec.flag} {word}"))
     if spec.choices and word not in spec.choices:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from furlong.config.args_view import Args
+from furlong.config.checks.value_checks import RM_TYPES
 from furlong.config.environment_specs import class_path, class_problems, parse_environments
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
@@ -207,6 +208,8 @@ def load_hooks(config: Config) -> tuple[Hooks, list[str]]:
                     "file, and give file.py:function"
                 )
                 continue
+            if name == "custom_rm" and path in RM_TYPES:
+                continue  # reported with the flags
             if hook.names and not set(path) & {":", "."}:
                 problems.append(f"{hook.flag} {path} is none of {', '.join(hook.names)}, and not a function; name one")
                 continue

@@ -63,14 +63,14 @@ def open_rows(
 
 def open_reader(location: PromptDataPath, prompt_format: PromptFormat, *columns: str) -> RowReader:
     """Open the rows of a run's data. Table formats decode only the columns of the format, and `columns`."""
-    names = [*prompt_format.columns, *columns]
+    names, num_required = [*prompt_format.columns, *columns], 2 if prompt_format.label_key else 1
     match location.kind:
         case "jsonl":
             return JsonLines(location.path)
         case "parquet":
-            return ParquetRows(location.path, names)
+            return ParquetRows(location.path, names, num_required)
         case "arrow":
-            return ArrowRows(location.path, location.files(), names)
+            return ArrowRows(location.path, location.files(), names, num_required)
         case "objects":
             return ObjectRows(find_object(str(location.path)), str(location.path), prompt_format)
         case "tasks":

@@ -342,6 +342,12 @@ def _has_huge_number(value: Any) -> bool:
 def _required(values: dict[str, Any], key: str, flag: str) -> Any:
     if key in values:
         return values[key]
+    head, *keys = key.split(".")
+    inner: Any = values.get(head)
+    while keys and isinstance(inner, dict) and keys[0] in inner:
+        inner = cast("dict[str, Any]", inner)[keys.pop(0)]
+    if head in values and not keys:
+        return inner
     close = get_close_matches(key, list(values), n=1, cutoff=0.5)
     close = close or [name for name in _USUAL_KEYS.get(flag, ()) if name in values]
     closest = f"the closest is {close[0]!r} ({flag} {close[0]})" if close else f"set the right one with {flag}"

@@ -96,8 +96,8 @@ class JsonLines:
 class ParquetRows:
     """A Parquet file, decoded one row group at a time. Checksums of pages are compared where the file has them."""
 
-    def __init__(self, path: Path, columns: list[str]) -> None:
-        self.path, self.columns = path, columns
+    def __init__(self, path: Path, columns: list[str], num_required: int = 1) -> None:
+        self.path, self.columns, self.num_required = path, columns, num_required
         self._file = SourceFile(path)
         with self._file.reading("its footer"), self._open() as file:
             meta = file.metadata
@@ -114,7 +114,7 @@ class ParquetRows:
         """Yield rows from `cursor` on; earlier row groups are not read. Raises DataError."""
         with self._file.reading("its footer"), self._open() as file:
             self._file.check_unchanged()
-            columns = _present(self.columns, file.schema_arrow.names)
+            columns = _present(self.columns, file.schema_arrow.names, self.num_required)
             first = 0
             for group, end in enumerate(self._ends):
                 if end > cursor.row:
@@ -128,8 +128,8 @@ class ParquetRows:
 class ArrowRows:
     """The Arrow stream files of a save_to_disk folder, read one record batch at a time."""
 
-    def __init__(self, path: Path, files: list[Path], columns: list[str]) -> None:
-        self.path, self.columns = path, columns
+    def __init__(self, path: Path, files: list[Path], columns: list[str], num_required: int = 1) -> None:
+        self.path, self.columns, self.num_required = path, columns, num_required
         self._files = [SourceFile(file) for file in files]
         self._ends = list(accumulate(map(_num_rows, self._files)))
         num_rows = self._ends[-1]
@@ -143,7 +143,7 @@ class ArrowRows:
             if end > cursor.row:
                 with file.reading(), pa.OSFile(str(file.path)) as source, pa.ipc.open_stream(source) as stream:
                     file.check_unchanged()
-                    columns = _present(self.columns, stream.schema.names)
+                    columns = _present(self.columns, stream.schema.names, self.num_required)
                     batches = (piece for batch in stream for piece in _pieces(batch.select(columns)))
                     yield from _table_rows(file, batches, first, end, cursor.row)
             first = end
@@ -159,9 +159,13 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     return (batch.slice(i, BATCH_ROWS) for i in range(0, batch.num_rows, BATCH_ROWS))
 
 
-def _present(columns: list[str], names: list[str]) -> list[str]:
-    """Return the columns that exist; all names if the first one (the prompt) is missing, for the error message."""
-    return [name for name in columns if name in names] if columns[0] in names else names
+def _present(columns: list[str], names: list[str], num_required: int) -> list[str]:
+    """Return the columns that exist; all names if a required one, of the first, is missing, for the error message.
+
+    For `a.b`, which is a key of an object, the column is `a`.
+    """
+    roots = [name if name in names else name.partition(".")[0] for name in columns]
+    return names if {*roots[:num_required]} - {*names} else [name for name in dict.fromkeys(roots) if name in names]
 
 
 def _table_rows(file: SourceFile, batches: Any, first: int, end: int, skip_to: int) -> Iterator[RawRow]:

@@ -48,7 +48,7 @@ from furlong.files.checkpoint_folder import (
     start_problem,
     step_from_folder,
 )
-from furlong.files.manifest import files_checked, write_manifest
+from furlong.files.manifest import MANIFEST, files_checked, write_manifest
 from furlong.files.run_inputs import INPUTS, Change, InputKind, RunInputs, read_inputs
 from furlong.files.sample_file import load_samples, save_samples
 from furlong.interfaces import Parts
@@ -276,6 +276,14 @@ class Checkpoints:
             )
         else:
             await self._writing.wait()
+
+    def lacks_model(self) -> bool:
+        """Whether the model of the loaded checkpoint is missing, or older: a run was ended before it had written it."""
+        folder = None if self.model_folder is None else self.find()
+        if self.model_folder is None or folder is None:
+            return False
+        is_written = (self.model_folder / "config.json").is_file()
+        return not is_written or self.model_folder.stat().st_mtime < (folder / MANIFEST).stat().st_mtime
 
     async def save_model(self, parts: Parts, step: int) -> None:
         """Write the model of the last step to `model_folder`. Raises CheckpointError as the class describes."""

@@ -95,7 +95,7 @@ async def train(
             await _update_and_save(parts, checkpoints, stream, step, update_weights)
             saved_step = step
         await update_weights.finish_verification()
-        if step > first:
+        if step > first or checkpoints.lacks_model():
             await checkpoints.save_model(parts, step)
         if await stream.end() or parts.observer.stop_requested:
             parts.ledger.ended(is_saved=step == saved_step and checkpoints.save_dir is not None)

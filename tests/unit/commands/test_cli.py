@@ -58,9 +58,10 @@ def test_bash_completes_commands_flags_and_values(capsys):
     words = 'COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _furlong; echo "${COMPREPLY[@]}"'
     script = f"{capsys.readouterr().out}\ncomplete_line() {{ {words}; }}\n"
     lines = ("furlong qu", "furlong train --rollout-ba", "furlong doctor --engine s", "furlong train --load x")
+    lines += ("furlong data c", "furlong train --rm-type = ma")  # as bash splits --rm-type=ma
     script += "\n".join(f"complete_line {line}" for line in lines)
     shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
-    assert shown.splitlines() == ["quickstart", "--rollout-batch-size", "sglang", ""]
+    assert shown.splitlines() == ["quickstart", "--rollout-batch-size", "sglang", "", "check", "math"]
     assert main(["completion", "zsh"]) == 0
     assert capsys.readouterr().out.startswith("autoload")
 
@@ -80,6 +81,18 @@ def test_misspelt_command_gets_the_right_one(capsys):
     first = capsys.readouterr().err.splitlines()[0]
     assert "trian" in first
     assert "train?" in first
+
+
+def test_what_other_programs_call_their_command_gets_furlongs(capsys):
+    for words, fix in (
+        (["run"], "did you mean furlong train?"),
+        (["--lr", "1e-5"], "did you mean furlong train --lr ...?"),
+        (["frobnicate"], "no command frobnicate; `furlong --help` lists all"),
+    ):
+        assert main(words) == 2
+        assert fix in capsys.readouterr().err
+    assert main(["help", "report"]) == 0
+    assert "usage: furlong report" in capsys.readouterr().out
 
 
 def test_misspelt_flag_is_wrong_usage_with_the_right_one_and_no_traceback(argv, tmp_path, capsys):

@@ -35,11 +35,31 @@ MISTAKES = [
     ("+trainer.total_epochs=3", "use --num-epoch"),
     ("--lora-rank 8", "all weights are trained"),
     ("--fp16", "use --bf16"),
+    ("--push-to-hub", "hf upload OWNER/NAME"),
+    ("--device cuda:1", "CUDA_VISIBLE_DEVICES"),
+    ("--dry-run", "run `furlong doctor` with the same flags"),
+    ("--logging-steps 10", "remove it"),
+    ("--save-total-limit 3", "use --keep-checkpoints"),
+    ("--verbose", "use --log-level"),
+    ("--system-prompt 'Think.'", "as a message with the role system"),
+    ("trainer.val_before_train=True", "use --skip-eval-before-train for False"),
+    ("actor_rollout_ref.rollout.val_kwargs.n=4", "use --n-samples-per-eval-prompt"),
+    # words that a shell or an editor changed, or that stand alone
+    ("run.yaml", "did you mean --config run.yaml?"),
+    ("''", "an unset shell variable"),
+    ("' '", "delete what follows it"),
+    ("“--lr” 1e-4", "write --lr"),
+    ("--lr\u00a01e-5", "write --lr 1e-5"),
+    ("--hf-checkpoint=~/qwen", "write the whole path"),
+    ("--prompt-data '$DATA/prompts.jsonl'", "write the whole path"),
+    ("--prompt-data prompts.jsonl more.jsonl", "join several files into one"),
+    ("--prompt-data '*.jsonl'", "join the files into one"),
     # values
     ("--lr", "write --lr VALUE"),
     ("--lr = 1e-5", "write --lr 1e-5"),
     ("--lr 1e-5,", "write 1e-5"),
     ("--lr -1e-5", "use a value of at least 0"),
+    ("--lr 1e5", "at least 0 and at most 10"),
     ("--num-rollout 1e3", "write 1000"),
     ("--num-rollout 1,000", "write 1000"),
     ("--rollout-max-response-len 8k", "write 8000"),
@@ -57,6 +77,15 @@ MISTAKES = [
     # files and functions
     ("--hf-checkpoint modle", "did you mean model?"),
     ("--hf-checkpoint prompts.jsonl", "give the directory that contains config.json"),
+    ("--hf-checkpoint https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", "write the name, Qwen/Qwen3-0.6B,"),
+    ("--hf-checkpoint qwen3", "OWNER/NAME"),
+    ("--prompt-data table.csv", "pandas.read_csv('table.csv')"),
+    ("--prompt-data array.json", "jq -c '.[]' array.json > array.jsonl"),
+    ("--label-key metadata.level", "the row has ['input', 'label']"),
+    ("--eval-prompt-data test:prompts.jsonl", "write test prompts.jsonl"),
+    ("--eval-prompt-data prompts.jsonl prompts.jsonl", "write NAME FILE for each set"),
+    ("--rm-type rewards.py:digits", "use --custom-rm-path rewards.py:digits"),
+    ("--custom-rm-path math", "use --rm-type math"),
     ("--prompt-data model", "the model to --hf-checkpoint"),
     ("--prompt-data prompts.json", "did you mean prompts.jsonl?"),
     ("--prompt-data prompts.jsonl[:4]", "write 'prompts.jsonl@[:4]'"),
@@ -76,6 +105,8 @@ def test_each_mistake_has_one_message_with_the_remedy(
     monkeypatch.chdir(tmp_path)
     Path("model").symlink_to(model)
     write_prompts(Path("prompts.jsonl"), 8)
+    Path("table.csv").write_text("input,label\n1,1\n")
+    Path("array.json").write_text('[{"input": "1", "label": "1"}]')
     Path("rewards.py").write_text("def digits(args, sample, **kwargs):\n    return 1.0\n")
     base = "--hf-checkpoint model --prompt-data prompts.jsonl --label-key label --num-rollout 1 --rollout-batch-size 2"
     wrong: list[object] = []

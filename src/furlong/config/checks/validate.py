@@ -11,6 +11,7 @@ from furlong.config.checks.engine_checks import device_problems, engine_problems
 from furlong.config.checks.training_checks import algorithm_problems, batch_problems, model_problems, parallel_problems
 from furlong.config.checks.value_checks import (
     BOXED,
+    RM_TYPES,
     model_problem,
     prompt_file_problem,
     set_name_problem,
@@ -153,7 +154,12 @@ def _required(config: Config) -> Problems:
         what = "is a file" if Path(checkpoint.load).exists() else "no such directory"
         yield Problem(f"--load {checkpoint.load}: {what}; give a directory written by --save, or remove it", "CKPT01")
     kept = model_folder(config, Path(str(config.track.output_dir)))
-    if kept is not None and rollout.hf_checkpoint and kept.resolve() == Path(rollout.hf_checkpoint).resolve():
+    if (
+        kept is not None
+        and config.track.output_dir
+        and rollout.hf_checkpoint
+        and kept.resolve() == Path(rollout.hf_checkpoint).resolve()
+    ):
         yield (
             f"--hf-checkpoint {rollout.hf_checkpoint} is the folder that the trained model replaces at the end; choose "
             "another --output-dir, or a folder for the trained model with --save-hf"
@@ -172,6 +178,8 @@ def _rollouts(config: Config) -> Problems:
         yield "--rollout-stop contains an empty string, which matches everywhere; give the string that ends a response"
     if reward.rm_type is not None and (problem := verifier_problem("--rm-type", reward.rm_type)):
         yield problem
+    if reward.custom_rm_path in RM_TYPES:
+        yield f"--custom-rm-path {reward.custom_rm_path} is a verifier; use --rm-type {reward.custom_rm_path}"
     if (reward.rm_type or "").removeprefix(BOXED) == "remote_rm" and not reward.rm_url:
         yield "--rm-type remote_rm has no server; add --rm-url"
     if reward.rm_url and (problem := url_problem("--rm-url", reward.rm_url)):

@@ -16,6 +16,17 @@ _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
 _NEARLY_SLICE = re.compile(r"@[(\[]?-?\d*:-?\d*[)\]]?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 DATA_FORMATS = (".jsonl", ".ndjson", ".parquet")
+_WITH_PANDAS = "`python -c \"import pandas; pandas.{reader}('{{file}}').to_json('{{stem}}.jsonl', {form})\"`"
+_FORM = "orient='records', lines=True"
+_CONVERSIONS = {
+    **{
+        suffix: f"convert it, {_WITH_PANDAS.format(reader=reader, form=_FORM)}, or pass the data frame to furlong.train"
+        for suffix, reader in ((".csv", "read_csv"), (".tsv", "read_table"), (".xlsx", "read_excel"))
+    },
+    ".json": "write one object per line: `jq -c '.[]' {file} > {stem}.jsonl`",
+    ".gz": "unpack it: `gunzip {file}`",
+    ".zip": "unpack it: `unzip {file}`",
+}  # of files that are not read
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "reasoning_gym", "remote_rm", "random")
 BOXED = "boxed_"  # prefix: only the last box of the response is scored
 MAY_NOT_READ = "is not readable by this user; ask its owner for read permission, or for a copy"
@@ -47,6 +58,8 @@ def prompt_file_problem(flag: str, path: str) -> str | None:
         return f"{flag} {path}: the part after @ is not a slice; write FILE@[start:stop] with whole numbers"
     if "://" in path:
         return f"{flag} {path}: URLs are not downloaded; download it first (`curl -LO URL`), and give the file"
+    if (pattern := _pattern_problem(path)) is not None:
+        return f"{flag} {path}: {pattern}"
     if not os.path.exists(file):  # Path.exists raises if a parent directory is not accessible
         on_hub = _HUB_NAME.fullmatch(path) and file.suffix not in DATA_FORMATS
         fix = f", or write {path}:SPLIT for a data set on the Hub" if on_hub else ""
@@ -54,12 +67,25 @@ def prompt_file_problem(flag: str, path: str) -> str | None:
     if unreadable := unreadable_file(file):
         return f"{flag} {path}: {unreadable} {MAY_NOT_READ}"
     if file.is_file() and file.suffix not in DATA_FORMATS:
-        return f"{flag} {path}: the format {file.suffix or '(no suffix)'} is not supported; give .jsonl or .parquet"
+        fix = _CONVERSIONS.get(file.suffix, "give .jsonl or .parquet").format(file=file, stem=file.with_suffix(""))
+        return f"{flag} {path}: the format {file.suffix or '(no suffix)'} is not read; {fix}"
     return None
+
+
+def _pattern_problem(path: str) -> str | None:
+    """Return what to write instead of `*.jsonl`, `NAME:FILE` and `NAME=FILE`; None for other paths."""
+    if os.path.exists(path):
+        return None
+    if re.search(r"[*?]", path):
+        return "patterns are not expanded; join the files into one"
+    named = re.fullmatch(r"([\w-]+)[:=](.+)", path)
+    return f"no such file; write {named[1]} {named[2]}" if named is not None and os.path.exists(named[2]) else None
 
 
 def set_name_problem(flag: str, name: str) -> str | None:
     """Return why an evaluation set cannot have this name; None if it can."""
+    if Path(name).suffix in DATA_FORMATS:
+        return f"{flag} {name} is in the place of a name; write NAME FILE for each set"
     return f"{flag} {name}: it becomes part of a metric's name; use a name without /" if "/" in name else None
 
 
@@ -71,7 +97,10 @@ def model_problem(flag: str, path: str) -> str | None:
         return f"{flag} {path}: {unreadable} {MAY_NOT_READ}" if unreadable else None
     if os.path.exists(folder):
         return f"{flag} {path} is a file; give the directory that contains config.json"
+    if (page := re.fullmatch(r"https?://[^/]+/([\w.-]+/[\w.-]+)(/.*)?", path)) is not None:
+        return f"{flag} {path} is a web page; write the name, {page[1]}, or the path of a folder"
     fix = f", or write {path}@main for a model on the Hub" if _HUB_NAME.fullmatch(path) else ""
+    fix = fix or ("" if os.sep in path else "; names on the Hub have an owner: OWNER/NAME")
     return f"{flag} {path}: no such directory; {nearest_path(folder)}{fix}"
 
 
@@ -98,6 +127,8 @@ def verifier_problem(where: str, name: str) -> str | None:
         )
     if inner in RM_TYPES:
         return None
+    if ".py:" in name:
+        return f"{where} {name} is not a verifier; use --custom-rm-path {name}"
     _, hint = did_you_mean(name, [*RM_TYPES, *(BOXED + known for known in RM_TYPES)])
     ways = f"use one of {', '.join(RM_TYPES)}, each also as {BOXED}<name>, or --custom-rm-path"
     return f"{where} {name} is not a verifier; {hint or ways}"

@@ -114,7 +114,7 @@ class OptimFlags:
     """Optimizer and learning-rate schedule. The schedule counts optimizer steps."""
 
     optimizer: Literal["adam", "sgd"] = flag("adam", "Optimizer; `adam` is AdamW (decoupled weight decay).")
-    lr: float = flag(1e-6, "Learning rate.", within="[0, inf)")
+    lr: float = flag(1e-6, "Learning rate.", within="[0, 10]")
     min_lr: float = flag(0.0, "Learning rate at the end of the decay.", within="[0, inf)", bound="<= lr")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
         "constant",

@@ -133,6 +133,15 @@ class PreflightContext:
         return length if isinstance(length, int) else None
 
     @property
+    def serves_another_length(self) -> bool:
+        """Whether SGLang serves a longer context than `max_position_embeddings`: by its flag, or a scaled RoPE."""
+        if self.config.cluster.engine != "sglang" or self.model is None:
+            return False
+        text = self.model.text_config
+        scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        return "context_length" in self.config.engines.sglang_options or "factor" in scaling
+
+    @property
     def reads_prompts(self) -> bool:
         """Whether the run reads --prompt-data."""
         config = self.config

@@ -124,15 +124,17 @@ def lengths(context: PreflightContext) -> Iterator[Diagnosis]:
             severity=severity,
             evidence={"num_long": len(long), "num_prompts": len(kept) + len(long), "limit": limit, "longest": longest},
         )
-    if context_len is not None and context_len <= (context.config.rollout.rollout_max_response_len or 0):
+    flags = context.config.rollout
+    own_len, response_len = flags.rollout_max_context_len, flags.rollout_max_response_len or 0
+    if context_len is None or (own_len is not None and own_len <= response_len):
         return  # no prompt fits: reported with the flags
-    if context_len is not None and (over := [length for length in kept if length >= context_len]):
+    if over := [length for length in kept if length >= context_len]:
         yield diagnosis(
             "DATA04",
             f"{len(over)} of the {len(kept)} prompts read leave no room for a response in the context of "
             f"{context_len} tokens; tokens: {distribution}",
             remedy=f"drop such prompts with --rollout-max-prompt-len {max(1, context_len // 2)}"
-            + (", or raise --rollout-max-context-len" if context.config.rollout.rollout_max_context_len else ""),
+            + (", or raise --rollout-max-context-len" if own_len else ""),
             severity="warning" if context.config.rollout.custom_generate_function_path else None,
             evidence={
                 "num_long": len(over),
@@ -140,6 +142,20 @@ def lengths(context: PreflightContext) -> Iterator[Diagnosis]:
                 "context_len": context_len,
                 "longest": max(over),
             },
+        )
+    elif kept and max(kept) + response_len > context_len and own_len is None and context.generates:
+        if context.serves_another_length:
+            return
+        room = context_len - math.ceil(tenths[4])
+        yield diagnosis(
+            "DATA04",
+            f"prompt + --rollout-max-response-len {response_len} exceeds the model's context of {context_len} tokens; "
+            f"responses are cut off where it is full, after about {room} tokens",
+            cause="",
+            remedy=f"use --rollout-max-response-len {context_len - max(kept)} or less (the longest prompt has "
+            f"{max(kept)} tokens), or a model with a longer context",
+            severity="warning" if response_len >= context_len else "info",
+            evidence={"max_response_len": response_len, "context_len": context_len, "longest": max(kept)},
         )
 
 
