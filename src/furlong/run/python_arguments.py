@@ -117,6 +117,8 @@ def _plain(call: Call, value: Any) -> Any:
     """The value as YAML would have it: paths are text, sequences are lists."""
     if isinstance(value, Path):
         return str(value)
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return value.item()
     if isinstance(value, list | tuple):
         return [call.path_of(item) if callable(item) else _plain(call, item) for item in cast("Sequence[Any]", value)]
     return value
@@ -157,12 +159,19 @@ def _data_path(call: Call, data: Rows, name: str) -> str:
     rows: Any = data
     if type(rows).__module__.startswith("pandas"):
         rows = rows.to_dict("records")
+    elif hasattr(rows, "to_dicts"):  # polars
+        rows = rows.to_dicts()
     elif isinstance(rows, Iterator):
         rows = list(cast("Iterator[Any]", rows))
     first = next(iter(rows), None)
     if not isinstance(first, Mapping):
         problem = "has no rows" if first is None else f"has the row {shortened(first)}"
-        raise ConfigError(f"{name} {problem}; give a list of dicts such as {{'prompt': '1+1=', 'label': '2'}}")
+        fix = "give a list of dicts such as {'prompt': '1+1=', 'label': '2'}"
+        if isinstance(rows, Mapping) and first is not None:
+            is_splits = not isinstance(rows[first], list | tuple)
+            problem = f"is a dict of {'splits' if is_splits else 'columns'}"
+            fix = f"give one of them, as in DATA[{first!r}]" if is_splits else "give pandas.DataFrame(DATA)"
+        raise ConfigError(f"{name} {problem}; {fix}")
     columns = cast("Mapping[str, Any]", first)
     for key, names in _COLUMNS.items():
         if found := next((each for each in names if each in columns), None):
