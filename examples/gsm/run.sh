@@ -10,6 +10,10 @@
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 out="${OUT:-outputs/gsm}"
+if [ -e "$out/config.json" ] && [[ " $* " != *" --load"* ]]; then
+  echo "$out contains a run; delete it, or choose another folder: OUT=outputs/gsm2 bash $0" >&2
+  exit 1
+fi
 
 if [ "${1:-}" = cpu ]; then
   shift

@@ -195,6 +195,11 @@ OWN: tuple[Refusal, ...] = _rows(  # flags that furlong had, or is thought to ha
     ("--overwrite-output-dir --overwrite", "a run does not replace another one: its folder gets a number", _OMIT),
     ("--system-prompt", "prompts are those of the data", "write it into the rows as a message with the role system"),
     ("--num-iterations --ppo-epochs", "a batch is trained on once", "split it with --num-steps-per-rollout"),
+    (
+        "--tokenizer --tokenizer-path --processing-class",
+        "the tokenizer is that of the model folder",
+        "remove it; --chat-template-path replaces its template",
+    ),
     ("--reward-weights", "several rewards are summed", "multiply each in its function"),
     ("--hook-memory-reserve", "the memory that functions take is not watched", "use the limits of the control group"),
 )
@@ -222,7 +227,7 @@ _OTHER_NAMES = {
     "--rollout-max-prompt-len": "--max-prompt-length --max-prompt-len",
     "--kl-loss-coef": "--beta --kl-beta",
     "--advantage-estimator": "--algorithm --algo --adv-estimator --loss-algorithm",
-    "--custom-rm-path": "--reward --reward-func --reward-funcs --reward-fn --reward-function",
+    "--custom-rm-path": "--reward --rewards --reward-func --reward-funcs --reward-fn --reward-function",
     "--save-interval": "--save-steps --save-freq --save-every",
     "--eval-interval": "--eval-steps --eval-freq --eval-every",
     "--load": "--resume --resume-from --resume-from-checkpoint",

@@ -111,14 +111,16 @@ def _canonical(key: str) -> str:
 
 def _refuse_unknown(read: FlagValues, path: str, shown: str, flag: str, by_key: Mapping[str, FlagSpec]) -> None:
     if flag in MILES_FLAGS:
-        read.problems.append(f"{path}: {shown} is a flag of Miles; give it on the command line, where it is translated")
+        name = _canonical(MILES_FLAGS[flag].words.partition(" ")[0])
+        fix = f"use {name}" if name in by_key else "give it on the command line, where it is translated"
+        read.problems.append(f"{path}: {shown} is a flag of other programs; {fix}")
         return
     if (refusal := find_refusal(flag)) is not None:
         read.problems.append(Problem(f"{path}: {refusal.message(shown)}", NO_EFFECT))
         return
     names, hint = did_you_mean(_canonical(flag), by_key)
     if (known := FURLONG_NAMES.get(flag) or VERL_KEYS.get(shown)) is not None:
-        name = _canonical(known)
+        name = _canonical(known.split()[0].rstrip(","))
         names, hint = [name], f"use {_ARGUMENTS.get(name, name) if path == KEYWORDS else known.removeprefix('--')}"
     fix = hint or (
         "see `furlong train --help` for all flags; settings of your functions belong in a file that they read "

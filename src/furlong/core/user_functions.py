@@ -45,7 +45,7 @@ def load_function(path: str) -> Function:
             raise ConfigError(f"{path}: {error}") from error
     if not callable(target):
         place = assignment_of(import_module_of(path), attributes[-1])
-        raise ConfigError(f"{path} is a {type(target).__name__}, not a function{place}; give a function")
+        raise ConfigError(f"{path} is of type {type(target).__name__}, not a function{place}; give a function")
     return target
 
 
@@ -55,6 +55,19 @@ def accepted_keywords(function: Function, names: tuple[str, ...]) -> tuple[str, 
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return names
     return tuple(name for name in names if name in parameters)
+
+
+CONVERSATION = "conversation"  # metadata: the messages of a prompt, for functions in TRL's form
+
+
+def reads_conversations(path: str | None) -> bool:
+    """Whether a reward function, or one of several, has TRL's form, in which conversations are messages."""
+    try:
+        function = None if path is None else load_function(path)
+        each: Any = [function] if function is None else getattr(function, "functions", {"": function}).values()
+        return any(one is not None and reward_style(one) == "trl" for one in each)
+    except (ConfigError, TypeError, ValueError, AttributeError):  # reported where it is called
+        return False
 
 
 def reward_style(function: Function) -> RewardStyle:

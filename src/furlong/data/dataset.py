@@ -257,7 +257,7 @@ class ObjectRows:
             where = f"{self._name} row {row}"
             if not isinstance(values, Mapping):
                 raise DataError(f"{where} is {shortened(values)}, expected a dict of columns")
-            plain = {name: without_nulls(value) for name, value in cast("Any", values).items()}
+            plain = {name: without_nulls(plain_value(value)) for name, value in cast("Any", values).items()}
             yield RawRow(row, where, Cursor(row + 1), self._columns(plain))
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:

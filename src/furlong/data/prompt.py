@@ -16,6 +16,7 @@ import orjson
 from furlong.config.sections import Config
 from furlong.config.teachers import MESSAGES
 from furlong.core.chat_template import TEMPLATE_ERRORS, TOO_NESTED, apply_template
+from furlong.core.user_functions import CONVERSATION, reads_conversations
 from furlong.data.row_readers import RawRow
 from furlong.errors import ConfigError, DataError
 
@@ -45,7 +46,8 @@ class PromptFormat:
     With `apply_chat_template` a string prompt is one user message. Without it, messages are rejected unless
     `keep_messages`: then they stay messages without tokens, for a generate function that renders them itself. With
     `demonstrates`, so do conversations that end with an answer, which SFT renders. With `copies_messages`, what the
-    template renders is in the metadata as well, for teachers with another one.
+    template renders is in the metadata as well, for teachers with another one; with `copies_conversations`, messages of
+    the data are, for rewards in TRL's form.
     """
 
     input_key: str = "input"
@@ -56,6 +58,7 @@ class PromptFormat:
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     keep_messages: bool = False
     copies_messages: bool = False
+    copies_conversations: bool = False
     demonstrates: bool = False
     max_prompt_len: int | None = None
     limit_flag: str = "--rollout-max-prompt-len"  # sets max_prompt_len
@@ -77,6 +80,7 @@ class PromptFormat:
             apply_chat_template=data.apply_chat_template,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
             copies_messages=config.opd.opd_teacher_tokenizer is not None and data.apply_chat_template,
+            copies_conversations=data.apply_chat_template and reads_conversations(config.reward.custom_rm_path),
             keep_messages=config.rollout.custom_generate_function_path is not None or is_demonstration,
             demonstrates=is_demonstration,
             max_prompt_len=limit,
@@ -179,16 +183,19 @@ class PromptRenderer:
     def _untokenized(self, raw: RawRow) -> Prompt:
         fmt = self.format
         values = raw.raw if isinstance(raw.raw, dict) else _parsed(raw.raw, raw.after.line == 1)
-        value = _required(values, fmt.input_key, "--input-key")
+        side = "--eval-" if fmt.limit_flag.startswith("--eval") else "--"
+        value = _required(values, fmt.input_key, f"{side}input-key")
         label = None
         if fmt.label_key:
-            label = _required(values, fmt.label_key, "--label-key")
+            label = _required(values, fmt.label_key, f"{side}label-key")
             if label is None or label == "":
                 raise _BadRowError(f"the label {fmt.label_key!r} is empty", "empty")
         metadata = _decoded(values, fmt.metadata_key, dict, "an object", "--metadata-key") or {}
         tools = _decoded(values, fmt.tool_key, list, "a list of tools", "--tool-key") or None
         if fmt.copies_messages:
             metadata = {**metadata, MESSAGES: _messages(value)}
+        if fmt.copies_conversations and not isinstance(value, str):
+            metadata = {**metadata, CONVERSATION: value}
         text = self._text(value, tools)
         return Prompt(raw.row, text, [], label, metadata, tools, fmt.apply_chat_template_kwargs)
 
@@ -349,7 +356,7 @@ def _required(values: dict[str, Any], key: str, flag: str) -> Any:
     if head in values and not keys:
         return inner
     close = get_close_matches(key, list(values), n=1, cutoff=0.5)
-    close = close or [name for name in _USUAL_KEYS.get(flag, ()) if name in values]
+    close = close or [name for name in _USUAL_KEYS[flag.replace("--eval-", "--")] if name in values]
     closest = f"the closest is {close[0]!r} ({flag} {close[0]})" if close else f"set the right one with {flag}"
     raise _BadRowError(f"no key {key!r}; the row has {sorted(values)}; {closest}")
 

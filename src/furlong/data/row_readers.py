@@ -190,6 +190,19 @@ def _table_rows(file: SourceFile, batches: Any, first: int, end: int, skip_to: i
         )
 
 
+def plain_value(value: Any) -> Any:
+    """Return a value of a row in this process as JSON has it: numpy's arrays as lists, times as text, NaN as null."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: plain_value(item) for key, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in cast("list[Any]", value)]
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    return None if value != value else value  # pandas writes NaN for a missing cell
+
+
 def without_nulls(value: Any) -> Any:
     """Remove nulls inside a nested value: Arrow adds one for every key that another row of the column has."""
     if isinstance(value, dict):

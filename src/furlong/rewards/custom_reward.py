@@ -17,7 +17,7 @@ from furlong.core.outcome import Outcome, outcome_from_value, outcomes_from_list
 from furlong.core.sample import Sample
 from furlong.core.text import did_you_mean
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user, location_of
-from furlong.core.user_functions import RewardStyle, load_function, reward_style
+from furlong.core.user_functions import CONVERSATION, RewardStyle, load_function, reward_style
 from furlong.errors import ConfigError, RewardError
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -129,19 +129,22 @@ class CustomReward:
 
     def _outcomes(self, value: Any, num_samples: int) -> list[Outcome]:
         outcomes = outcomes_from_list(value, num_samples) if self.is_of_group else [outcome_from_value(value)]
+        if isinstance(self.call, _Sum):
+            return outcomes  # with the places of its functions
         where = location_of(self.call)
         return [o if o.kind == "scored" else dataclasses.replace(o, reason=f"{o.reason} ({where})") for o in outcomes]
 
     def _columns(self, args: Any, samples: Sequence[Sample]) -> dict[str, Any]:
         columns: dict[str, list[Any]] = {}
-        for name in dict.fromkeys(key for s in samples for key in s.metadata):
+        for name in dict.fromkeys(key for s in samples for key in s.metadata if key != CONVERSATION):
             columns[name] = [s.metadata.get(name) for s in samples]
         columns["label"] = [s.label for s in samples]
         if label_key := getattr(args, "label_key", None):
             columns[str(label_key)] = columns["label"]
-        columns["prompts"] = [s.prompt for s in samples]
+        columns["prompts"] = prompts = [s.metadata.get(CONVERSATION, s.prompt) for s in samples]
         columns["completions"] = [
-            s.response if isinstance(s.prompt, str) else [{"role": "assistant", "content": s.response}] for s in samples
+            s.response if isinstance(prompt, str) else [{"role": "assistant", "content": s.response}]
+            for s, prompt in zip(samples, prompts, strict=True)
         ]
         columns["completion_ids"] = [s.tokens[s.prompt_length :] for s in samples]
         return {name: column for name, column in columns.items() if self.accepts is None or name in self.accepts}

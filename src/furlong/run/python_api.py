@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import inspect
 import signal
 import sys
 import threading
@@ -179,6 +180,8 @@ def train(
     try:
         if on_step is not None and not callable(on_step):
             raise ConfigError(f"on_step: got {on_step!r}, expected a function of the step's record")
+        if on_step is not None:
+            _check_takes_one(on_step)
         resolved, problems = resolve_call(
             model=model,
             prompt_data=prompt_data,
@@ -200,6 +203,15 @@ def train(
     except FurlongError as error:
         raise error.with_traceback(None) from None
     return Run(folder)
+
+
+def _check_takes_one(on_step: Callable[..., object]) -> None:
+    try:
+        inspect.signature(on_step).bind({})
+    except TypeError as error:
+        raise ConfigError(f"on_step: {error}; it is called with one argument, the step's record") from None
+    except ValueError:
+        return  # a builtin without a signature
 
 
 def _is_loop_running() -> bool:

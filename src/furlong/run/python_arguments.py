@@ -15,6 +15,7 @@ from furlong.config.sections import Config
 from furlong.core.text import shortened
 from furlong.core.user_functions import use_objects
 from furlong.core.user_objects import PREFIX, import_path, name_of, packed
+from furlong.data.row_readers import plain_value
 from furlong.errors import ConfigError
 from furlong.rewards.custom_reward import AsyncRewardSum, RewardSum, custom_reward
 
@@ -34,6 +35,14 @@ _COLUMNS = {
     "input_key": ("input", "prompt", "messages", "question", "problem"),
     "label_key": ("label", "answer", "ground_truth", "solution"),
 }  # columns of rows in this process, the first that they have
+
+
+_MISSING = {
+    "--hf-checkpoint is missing": "model is missing; give a model folder, or the name of a model on the Hub",
+    "--prompt-data is missing": "prompt_data is missing; give a list of dicts, a data set, a data frame or a file",
+    "responses are not scored": "reward is missing; give a function such as def reward(response, label), or a "
+    "verifier's name such as 'math'",
+}
 
 
 @dataclass
@@ -75,6 +84,9 @@ def resolve_call(
 
     Raises ConfigError for an object that worker processes need and cannot get, and for arguments that exclude another.
     """
+    for name in ("config", "args"):
+        if isinstance(flags.get(name), Mapping):
+            raise ConfigError(f"{name}: got a dict; pass its entries as keywords: furlong.train(..., **{name})")
     call = Call(keywords=dict(flags))
     for flag in (CONFIG_FLAG, OVERRIDE_FLAG):
         value = call.keywords.pop(flag.removeprefix("--").replace("-", "_"), None)
@@ -89,7 +101,8 @@ def resolve_call(
     if model is not None:
         if type(model) is not str and not hasattr(model, "__fspath__"):
             raise ConfigError(
-                f"model: got {shortened(model)}, expected a model folder or the name of a model on the Hub"
+                f"model: got {' '.join(shortened(model).split())}, expected a model folder or the name of a model on "
+                "the Hub; save_pretrained(FOLDER) of a model and its tokenizer writes one"
             )
         call.set("hf_checkpoint", str(model), "model")
     if prompt_data is not None:
@@ -110,7 +123,13 @@ def resolve_call(
     use_objects(call.objects)
     if (path := call.keywords.get("custom_rm_path")) and str(path).startswith(PREFIX):
         packed(str(path).removeprefix(PREFIX))
-    return examine(call.words, keywords=call.keywords, preset=call.preset)
+    resolved, problems = examine(call.words, keywords=call.keywords, preset=call.preset)
+    return resolved, [Problem(_in_python(problem), problem.row) for problem in problems]
+
+
+def _in_python(problem: str) -> str:
+    """Return a problem of one of the main arguments in terms of `furlong.train`."""
+    return next((text for start, text in _MISSING.items() if problem.startswith(start)), problem)
 
 
 def _plain(call: Call, value: Any) -> Any:
@@ -138,10 +157,14 @@ def _set_reward(call: Call, reward: Rewards) -> None:
             )
         is_async = any(custom_reward(each, name=name, group=False).is_async for name, each in functions.items())
         call.set("custom_rm_path", call.path_of((AsyncRewardSum if is_async else RewardSum)(functions)), "reward")
+    elif isinstance(reward, type):
+        raise ConfigError(f"reward: got the class {reward.__name__}; give an instance, which is called for each sample")
     elif callable(reward):
         call.set("custom_rm_path", call.path_of(reward), "reward")
     else:
-        raise ConfigError(f"reward: got {shortened(reward)}, expected a function, several, or the name of a verifier")
+        raise ConfigError(
+            f"reward: got {shortened(reward)}, expected a function, several in a list, or the name of a verifier"
+        )
 
 
 def _set_evaluation(call: Call, data: Rows | Mapping[str, Rows]) -> None:
@@ -176,8 +199,10 @@ def _data_path(call: Call, data: Rows, name: str) -> str:
     for key, names in _COLUMNS.items():
         if found := next((each for each in names if each in columns), None):
             call.preset.setdefault(key, found)
+            if name != "prompt_data" and key not in call.keywords and found != call.preset[key]:
+                call.preset[f"eval_{key}"] = found
     prompt = columns.get(call.keywords.get("input_key", call.preset.get("input_key", "")))
-    if isinstance(prompt, list) and not call.keywords.get("environment"):
+    if isinstance(plain_value(prompt), list) and not call.keywords.get("environment"):
         call.preset["apply_chat_template"] = True
     if name == "prompt_data" and hasattr(rows, "__len__"):
         call.preset["rollout_batch_size"] = min(BATCH_SIZE, len(rows))

@@ -76,7 +76,7 @@ def test_a_hook_that_cannot_be_loaded_names_the_reason(
     assert "no module hooks_zz; put its folder on PYTHONPATH" in refusal("hooks_zz.f")
     assert "no module own_rewards; write own_rewards/mine.py:f" in refusal("own_rewards.mine.f")
     assert "hooks_c has no reward_fun; did you mean reward_func?" in refusal("hooks_c.reward_fun")
-    assert "hooks_c.NUMBER is a int, not a function" in refusal("hooks_c.NUMBER")
+    assert "hooks_c.NUMBER is of type int, not a function" in refusal("hooks_c.NUMBER")
     assert "importing hooks_d needs the module no_such_library_at_all" in refusal("hooks_d.f")
     assert f"importing hooks_e raised KeyError: 'boom' at {tmp_path / 'hooks_e.py'}:2; fix" in refusal("hooks_e.f")
     assert f"no file {tmp_path / 'none.py'}" in refusal(f"{tmp_path / 'none.py'}:f")

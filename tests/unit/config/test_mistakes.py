@@ -79,7 +79,10 @@ MISTAKES = [
     ("--hf-checkpoint prompts.jsonl", "give the directory that contains config.json"),
     ("--hf-checkpoint https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", "write the name, Qwen/Qwen3-0.6B,"),
     ("--hf-checkpoint qwen3", "OWNER/NAME"),
-    ("--prompt-data table.csv", "pandas.read_csv('table.csv')"),
+    (
+        "--prompt-data table.csv",
+        "__import__('pandas').read_csv('table.csv').to_json('table.jsonl', orient='records', lines=True)",
+    ),
     ("--prompt-data array.json", "jq -c '.[]' array.json > array.jsonl"),
     ("--label-key metadata.level", "the row has ['input', 'label']"),
     ("--eval-prompt-data test:prompts.jsonl", "write test prompts.jsonl"),

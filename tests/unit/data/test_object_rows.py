@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 from datasets import Dataset
 
 from furlong.config.checks.value_checks import prompt_file_problem
 from furlong.core.user_functions import use_objects
-from furlong.data.dataset import open_prompts
+from furlong.data.dataset import ObjectRows, open_prompts
 from furlong.data.prompt import PromptFormat
 from furlong.data.prompt_path import PromptDataPath
+from furlong.data.row_readers import Cursor
 from furlong.errors import DataError
 
 ROWS = [{"prompt": f"{i}+{i}=", "label": 2 * i, "carry": i > 4, "hint": None} for i in range(1, 8)]
@@ -30,6 +32,19 @@ def test_rows_are_prompts_whose_other_columns_are_metadata(rows):
         ("5+5=", 10, True),
         ("6+6=", 12, True),
     ]
+
+
+def test_values_of_data_frames_are_those_of_json():
+    pandas = pytest.importorskip("pandas")
+    turns = [[{"role": "user", "content": "1+1="}], [{"role": "user", "content": "2+2="}]]
+    frame = pandas.DataFrame({"prompt": turns, "label": ["2", None], "day": pandas.to_datetime(["2026-01-02"] * 2)})
+    frame["numbers"] = [numpy.arange(2), numpy.arange(3)]
+    frame["prompt"] = [numpy.array(each, dtype=object) for each in turns]
+    rows = ObjectRows(frame.to_dict("records"), "rows", COLUMNS)
+    first, second = (row.raw for row in rows.read(Cursor()))
+    metadata = {"day": "2026-01-02T00:00:00", "numbers": [0, 1]}
+    assert first == {"prompt": turns[0], "label": "2", "day": metadata["day"], "numbers": [0, 1], "metadata": metadata}
+    assert second["label"] is None
 
 
 def test_an_iterable_data_set_is_a_stream():

@@ -73,6 +73,22 @@ def test_every_format_gives_the_same_prompts(tmp_path: Path) -> None:
     assert "name" not in json.dumps(jsonl[0].text)
 
 
+def test_a_key_of_an_object_is_a_column(tmp_path: Path) -> None:
+    rows = [
+        {"input": "1+1=", "reward_model": {"style": "rule", "ground_truth": "2"}, "extra": [0] * 9},
+        {"input": "2+2=", "reward_model": {"style": "rule", "ground_truth": "4"}, "extra": [1] * 9},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for path in (write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet"):
+        fmt = PromptFormat(label_key="reward_model.ground_truth")
+        assert [prompt.label for prompt in table(path, fmt)] == ["2", "4"]
+        missing = re.escape("no key 'reward_model.truth'; the row has ['extra', 'input', 'reward_model']")
+        with pytest.raises(DataError, match=missing if path.suffix == ".jsonl" else "no key 'reward_model.truth'"):
+            table(path, PromptFormat(label_key="reward_model.truth"))
+        with pytest.raises(DataError, match=re.escape("the row has ['extra', 'input', 'reward_model']")):
+            table(path, PromptFormat(label_key="answer"))
+
+
 def test_a_saved_selection_keeps_its_order(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(numbered_rows(10)).select([7, 2, 5]).save_to_disk(str(tmp_path / "folder"))

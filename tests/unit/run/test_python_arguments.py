@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +78,8 @@ def test_messages_and_data_frames_are_rows(model):
     assert (config.data.input_key, config.data.apply_chat_template) == ("messages", True)
     config = furlong.configure(model=model, prompt_data=pandas.DataFrame(ROWS), reward=right)
     assert find_object(str(config.data.prompt_data)) == ROWS
-    config = furlong.configure(model=model, prompt_data=(row for row in ROWS), reward=right)
+    config = furlong.configure(model=model, prompt_data=(row for row in ROWS), reward=right, lr=pandas.Series([0.5])[0])
+    assert config.optim.lr == 0.5  # numpy's
     assert find_object(str(config.data.prompt_data)) == ROWS
 
 
@@ -89,12 +91,23 @@ def test_messages_and_data_frames_are_rows(model):
         ({"reward": [right, 3]}, "reward: got 3 among several"),
         ({"reward": right, "rm_type": "math"}, "--rm-type"),
         ({"prompt_data": []}, "prompt_data has no rows; give a list of dicts"),
+        ({"prompt_data": {"prompt": ["1+1="], "label": ["2"]}}, "is a dict of columns; give pandas.DataFrame(DATA)"),
+        ({"prompt_data": {"train": ROWS[0]}}, "is a dict of splits; give one of them, as in DATA['train']"),
         ({"prompt_data": ["1+1="]}, "prompt_data has the row '1+1='"),
         ({"eval_data": {"a": [1]}}, "eval_a has the row 1"),
         ({"learning_rate": 1.0}, "unknown key learning_rate"),
         ({"num_generations": 4}, "use n_samples_per_prompt"),
         ({"reward_funcs": right}, "use reward"),
         ({"actor_rollout_ref.rollout.n": 4}, "use n_samples_per_prompt"),
+        ({"reward": None}, "reward is missing; give a function"),
+        ({"model": None}, "model is missing; give a model folder"),
+        ({"prompt_data": None}, "prompt_data is missing; give a list of dicts"),
+        ({"reward": dict}, "got the class dict; give an instance"),
+        ({"config": {"lr": 1e-4}}, "pass its entries as keywords"),
+        ({"warmup_ratio": 0.1}, "use lr_warmup_fraction"),
+        ({"tokenizer": "model"}, "the tokenizer is that of the model folder"),
+        ({"on_step": lambda: None}, "it is called with one argument"),
+        ({"eval_data": [{"prompt": "1+1="}], "label_key": "answer"}, "--eval-label-key"),
         ({"model": 3}, "model: got 3, expected a model folder"),
         ({"environment": right}, "expected a class with reset and step"),
         ({"on_step": 3}, "on_step: got 3, expected a function"),
@@ -106,6 +119,19 @@ def test_a_mistake_is_an_error_that_names_it(model, arguments, words, tmp_path, 
         furlong.train(**{"model": model, "prompt_data": ROWS, "reward": right} | arguments)
     assert words in str(caught.value)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_an_evaluation_set_has_its_own_columns_and_a_default_folder_is_free(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = [{"question": "1+1=", "solution": "2"}]
+    config = furlong.configure(model=model, prompt_data=ROWS, reward=right, eval_data=other)
+    assert (config.data.input_key, config.data.label_key) == ("prompt", "answer")
+    assert (config.eval.eval_input_key, config.eval.eval_label_key) == ("question", "solution")
+    trained = tmp_path / "outputs" / "grpo-model" / "model"  # of an earlier call
+    shutil.copytree(model, trained)
+    assert furlong.configure(model=trained, prompt_data=ROWS, reward=right).rollout.hf_checkpoint == str(trained)
+    with pytest.raises(furlong.ConfigError, match="the folder that the trained model replaces"):
+        furlong.configure(model=trained, prompt_data=ROWS, reward=right, save_hf=trained)
 
 
 def test_the_types_of_keywords_are_those_of_the_flags():

@@ -154,12 +154,10 @@ def _required(config: Config) -> Problems:
         what = "is a file" if Path(checkpoint.load).exists() else "no such directory"
         yield Problem(f"--load {checkpoint.load}: {what}; give a directory written by --save, or remove it", "CKPT01")
     kept = model_folder(config, Path(str(config.track.output_dir)))
-    if (
-        kept is not None
-        and config.track.output_dir
-        and rollout.hf_checkpoint
-        and kept.resolve() == Path(rollout.hf_checkpoint).resolve()
-    ):
+    output_dir = flag_specs(Config)["output_dir"]  # a default one that has a run gets a number
+    is_chosen = config.track.output_dir and not _is_derived(output_dir, config, derive(config, frozenset()))
+    has_own = checkpoint.save_hf is not None or is_chosen
+    if has_own and kept is not None and kept.resolve() == Path(str(rollout.hf_checkpoint)).resolve():
         yield (
             f"--hf-checkpoint {rollout.hf_checkpoint} is the folder that the trained model replaces at the end; choose "
             "another --output-dir, or a folder for the trained model with --save-hf"
@@ -253,8 +251,11 @@ def _evaluation(config: Config) -> Problems:
         names = sets[::2]
         if len(set(names)) != len(names):
             yield f"--eval-prompt-data has duplicate names: {', '.join(names)}; give each set a different name"
-        problems = [set_name_problem("--eval-prompt-data", name) for name in names]
-        problems += [prompt_file_problem("--eval-prompt-data", file) for file in sets[1::2]]
+        flag = "--eval-prompt-data"
+        problems = [
+            prompt_file_problem(flag, file) or set_name_problem(flag, name)
+            for name, file in zip(names, sets[1::2], strict=True)
+        ]
         yield from (problem for problem in problems if problem)
     if section.eval_config and not Path(section.eval_config).is_file():
         yield f"--eval-config {section.eval_config}: no such file; give a YAML or JSON file"

@@ -16,7 +16,7 @@ _SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>(-?\d+)?):(?P<stop>(-?\d+)?)\]")
 _NEARLY_SLICE = re.compile(r"@[(\[]?-?\d*:-?\d*[)\]]?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 DATA_FORMATS = (".jsonl", ".ndjson", ".parquet")
-_WITH_PANDAS = "`python -c \"import pandas; pandas.{reader}('{{file}}').to_json('{{stem}}.jsonl', {form})\"`"
+_WITH_PANDAS = "`python -c \"__import__('pandas').{reader}('{{file}}').to_json('{{stem}}.jsonl', {form})\"`"
 _FORM = "orient='records', lines=True"
 _CONVERSIONS = {
     **{

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import quantiles
 
 from furlong.catalogue import Diagnosis, diagnosis
@@ -196,6 +197,11 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
         if config.reward.custom_reward_post_process_path is not None and config.reward.reward_key is None:
             return  # that function reads the objects
         yield from unnamed_entry(f"--custom-rm-path {path}", rewards, config.reward.reward_key)
+        if isinstance(prompts[0].label, int | float) and rewards[0] == rewards[1]:
+            as_text = [replace(sample, label=label) for sample in samples[:2]]
+            right, wrong = asyncio.run(_scored(reward, as_text))
+            if right.kind == wrong.kind == "scored" and right.reward != wrong.reward:
+                yield _numeric_label(path, prompts[0].label, right.reward)
         return
     first, row = outcomes[failed[0]], prompts[0].row
     is_slow = first.kind == "timed_out"
@@ -214,6 +220,19 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
         remedy=remedy,
         severity="warning" if is_slow or len(failed) < len(samples) else None,
         evidence={"function": path, "row": row, "outcomes": [outcome.kind for outcome in outcomes]},
+    )
+
+
+def _numeric_label(path: str, label: float, reward: object) -> Diagnosis:
+    kind = type(label).__name__
+    return diagnosis(
+        "REW01",
+        f"--custom-rm-path {path} gives a right answer no more than a wrong one: the label is {label!r} of type {kind}, "
+        f"and responses are text; with the label {str(label)!r} it gives {reward}",
+        cause="The function compares text with a number.",
+        remedy="compare with str(label) in the function, or write labels as text",
+        severity="warning",
+        evidence={"function": path, "label": label, "type": kind},
     )
 
 

@@ -52,6 +52,8 @@ function drawTabs() {
   fill(document.getElementById("tabs"), shown.map(([key, title]) =>
     h("a", { href: address(key), "aria-current": key === state.view ? "page" : null },
       key === "runs" ? `${title} (${state.runs.length})` : title)));
+  const tabs = document.getElementById("tabs"), current = tabs.querySelector("[aria-current]");
+  if (current) tabs.scrollLeft = current.offsetLeft - (tabs.clientWidth - current.offsetWidth) / 2;  // on a phone, they scroll
 }
 
 /** The address of a view: of the same runs, unless `more` has others. */

@@ -28,7 +28,7 @@ export async function showEvaluations(place, view) {
     const results = await get(`metrics/${number}`, { names: own.join(",") });
     const rows = results.steps.map((s, i) => [s, own.map((name) => (results.columns[name] || [])[i] ?? null)]).filter(([, values]) => values.some((v) => v !== null));
     const table = h("div", { class: "scroll short" }, h("table", null,
-      h("thead", null, h("tr", null, columns(["Step", ...own.map((name) => name.slice(5))], [0, ...own.map((_, i) => i + 1)]))),
+      h("thead", null, h("tr", null, columns(["Step", ...own.map((name) => name.slice(6 + set.length) || "mean reward")], [0, ...own.map((_, i) => i + 1)]))),
       h("tbody", null, rows.map(([s, values]) => h("tr", null, h("td", { class: "number" }, String(s)), values.map((v) => h("td", { class: "number" }, num(v))))))));
     fill(top, h("div", { class: "filters" },
       field("Set", choice(sets.map((s) => [s, s]), set, change("set"))),

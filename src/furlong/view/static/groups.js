@@ -40,7 +40,7 @@ export async function showGroups(place, view) {
       field("State", choice(states.map((s) => [s, s || "all"]), filters.state, set("state"))),
       field("Reason", choice([["", "all"], ...Object.keys(flow.dropped).map((r) => [r, r])], filters.reason, set("reason"))),
       field("Group", h("input", { value: filters.group, size: 6, inputMode: "numeric", onchange: (event) => set("group")(event.target.value.trim()) }))),
-    h("div", { class: "scroll" }, h("table", null,
+    h("div", { class: "scroll" }, h("table", { class: "groups" },
       h("thead", null, h("tr", null, columns(["Group", "Epoch", "Row", "Rollout", "State", "Step", "Reason", "Returned"], [0, 1, 2, 3, 5, 7]))),
       h("tbody", null, page.rows.map((g) => h("tr", null,
         h("td", { class: "number" }, h("a", { href: view.link("samples", { group: String(g.group) }) }, String(g.group))),

@@ -175,7 +175,7 @@ export async function showSample(place, number, file, pos, onOpen) {
     fill(place, note("This exported file does not contain that sample."));
     return;
   }
-  const facts = [["Step", sample.step], ["Sample", sample.index], ["Reward", shown(sample.reward)], ["Status", sample.status],
+  const facts = [["Step", sample.step], ["Sample", sample.index], ["Reward", typeof sample.reward === "number" ? num(sample.reward) : shown(sample.reward)], ["Status", sample.status],
     ["Epoch, row", `${sample.epoch}, ${sample.row}`], ["Tokens", `${sample.tokens.num_prompt} + ${sample.tokens.mask.length}`]];
   fill(place, h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, String(value))))),
     sample.outcome && sample.outcome.reason ? note(`${sample.outcome.kind} in ${sample.outcome.stage}: ${sample.outcome.reason}`) : null,
