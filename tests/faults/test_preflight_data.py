@@ -162,8 +162,6 @@ def test_a_reward_that_raises(world):
     assert world.look(rm_type=None, custom_rm_path=f"{world.folder}/works.py:reward") == []
 
 
-<<<<<<< HEAD
-=======
 @fault("REW01")
 def test_a_reward_that_compares_text_with_a_number(world):
     world.write(*({"input": f"{i}+1=", "label": i + 1} for i in range(4)))
@@ -176,49 +174,6 @@ def test_a_reward_that_compares_text_with_a_number(world):
     assert world.look(rm_type=None, custom_rm_path=f"{world.folder}/text.py:reward") == []
 
 
-@fault("REW01")
-def test_a_reward_that_compares_the_end_of_turn(world):
-    (world.folder / "exact.py").write_text("def reward(response, label):\n    return float(response == label)\n")
-    exact = {"rm_type": None, "custom_rm_path": f"{world.folder}/exact.py:reward"}
-    found = only(world.look(**exact), "REW01", "warning")
-    assert names(found.finding, "1 to a label", "but 0", "'<|im_end|>'")
-    assert names(found.remedy, "--rollout-skip-special-tokens", "removesuffix('<|im_end|>')")
-    assert world.look(**exact, rollout_skip_special_tokens=True) == []
-    (world.folder / "starts.py").write_text("def reward(response, label):\n    return response.startswith(label)\n")
-    assert world.look(rm_type=None, custom_rm_path=f"{world.folder}/starts.py:reward") == []
-
-
-@fault("STOP01")
-def test_a_stop_inside_of_labels(world):
-    world.write(*({"input": f"{i}+100=", "label": str(i + 100)} for i in range(8)))
-    found = only(world.look(rollout_stop=["10"]), "STOP01", "warning")
-    assert names(found.finding, "--rollout-stop '10'", "8 of the 8", "'100'")
-    one = world.look(rollout_stop_token_ids=[load_tokenizer(world.model).encode("1")[0]])
-    assert "--rollout-stop-token-ids" in only(one, "STOP01", "warning").finding
-    assert world.look(rollout_stop=["\n", "107"]) == []  # the end of a label
-    world.write(*({"input": f"{i}+100=", "label": f"10 and {i} is\n#### {i + 10}"} for i in range(8)))
-    assert world.look(rollout_stop=["\n"]) == []  # of a worked solution, which answers need not repeat
-
-
-@fault("TPL01")
-def test_a_template_that_does_not_start_the_answer(world):
-    turn = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    start = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    template = world.model / "chat_template.jinja"
-    template.write_text(turn)
-    found = only(world.look(apply_chat_template=True), "TPL01", "warning")
-    assert names(found.finding, "<|im_start|>assistant")
-    assert "add_generation_prompt" in found.remedy
-    template.write_text(turn + start)
-    assert world.look(apply_chat_template=True) == []
-    template.write_text(  # of Mistral's form, without a header
-        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}"
-        "<|im_end|>{% endif %}{% endfor %}"
-    )
-    assert world.look(apply_chat_template=True) == []
-
-
->>>>>>> 44680317 (furlong.train: conversations for rewards in TRL's form, numpy values of data frames, own columns of evaluation sets, a model of an earlier call; the run page: tabs on phones, rounded rewards)
 def test_labels_of_several_right_answers_are_healthy(world):
     world.write(*({"input": str(i), "label": [str(i), "another"]} for i in range(8)))
     assert world.look(rm_type="math") == []

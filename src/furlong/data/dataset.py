@@ -13,7 +13,16 @@ from furlong.core.text import shortened
 from furlong.core.user_objects import find_object
 from furlong.data.prompt import Prompt, PromptFormat, PromptRenderer, RowFilter
 from furlong.data.prompt_path import PromptDataPath
-from furlong.data.row_readers import ArrowRows, Cursor, JsonLines, ParquetRows, RawRow, RowReader, without_nulls
+from furlong.data.row_readers import (
+    ArrowRows,
+    Cursor,
+    JsonLines,
+    ParquetRows,
+    RawRow,
+    RowReader,
+    plain_value,
+    without_nulls,
+)
 from furlong.data.source import PromptTable, prompt_settings, shuffled
 from furlong.data.tokenized import TOKENS, TokenizedRenderer, check_settings, read_tokenizer_settings
 from furlong.errors import CheckpointError, ConfigError, DataError

@@ -23,7 +23,7 @@ from furlong.quickstart.quickstart import model_folder
 PACKAGE = Path(str(resources.files("furlong.reproduce")))
 REPOSITORY = Path(str(resources.files("furlong"))).parents[1]
 NEEDS = {
-    "model": "a model (--model DIR, or a name on the Hub)",
+    "model": "a model (--model DIR|NAME)",
     "trl": "a Python with furlong and TRL 1.16 (--trl-python PATH)",
     "repository": "the repository (furlong installed from a clone with pip install -e)",
     "reasoning_gym": "reasoning-gym (pip install 'furlong-rl[reasoning-gym]')",

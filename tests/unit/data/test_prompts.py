@@ -261,6 +261,14 @@ def test_messages_are_kept_for_functions_that_render_them(tmp_path: Path) -> Non
     assert prompts[0].tokens == []
 
 
+def test_messages_are_kept_beside_the_text_for_rewards_in_trls_form(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": turns, "label": "1"}, {"input": "hi", "label": "1"}])
+    prompts = table(path, PromptFormat(label_key="label", apply_chat_template=True, copies_conversations=True))
+    assert [prompt.metadata for prompt in prompts] == [{"conversation": turns}, {}]
+    assert prompts[0].text == prompts[1].text
+
+
 def test_columns_with_json_strings_are_decoded(tmp_path: Path) -> None:
     row = {"input": "a", "metadata": '{"k": [1]}', "tools": '[{"name": "f"}]'}
     prompts = table(write_jsonl(tmp_path / "a.jsonl", [row]), PromptFormat())

@@ -162,6 +162,17 @@ def test_sync_callables_of_all_styles_work():
     assert score([Sample(prompt=prompt, response="hello")], custom_rm=chat)[0].reward == 5.0
 
 
+def test_a_conversation_that_a_template_rendered_is_messages_for_trl():
+    turns = [{"role": "user", "content": "1+1="}]
+
+    def chat(prompts, completions, **columns):
+        assert (prompts, "conversation" in columns) == ([turns], False)
+        return [float(completion[0] == {"role": "assistant", "content": "2"}) for completion in completions]
+
+    sample = Sample(prompt="<user>1+1=", response="2", metadata={"conversation": turns})
+    assert [each.reward for each in score([sample], custom_rm=chat)] == [1.0]
+
+
 def test_trl_columns_carry_the_label_under_its_own_name():
     class Options:
         label_key = "solution"

@@ -198,7 +198,7 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
             return  # that function reads the objects
         yield from unnamed_entry(f"--custom-rm-path {path}", rewards, config.reward.reward_key)
         if isinstance(prompts[0].label, int | float) and rewards[0] == rewards[1]:
-            as_text = [replace(sample, label=label) for sample in samples[:2]]
+            as_text = [replace(sample, label=answers[0]) for sample in samples]
             right, wrong = asyncio.run(_scored(reward, as_text))
             if right.kind == wrong.kind == "scored" and right.reward != wrong.reward:
                 yield _numeric_label(path, prompts[0].label, right.reward)
@@ -227,7 +227,7 @@ def _numeric_label(path: str, label: float, reward: object) -> Diagnosis:
     kind = type(label).__name__
     return diagnosis(
         "REW01",
-        f"--custom-rm-path {path} gives a right answer no more than a wrong one: the label is {label!r} of type {kind}, "
+        f"--custom-rm-path {path} gives a right answer what a wrong one gets: the label is {label!r} of type {kind}, "
         f"and responses are text; with the label {str(label)!r} it gives {reward}",
         cause="The function compares text with a number.",
         remedy="compare with str(label) in the function, or write labels as text",
