@@ -47,9 +47,9 @@ class EngineHost:
         text = os.environ.get("CUDA_VISIBLE_DEVICES")
         return None if not text else text.split(",")
 
-    async def reserve_ports(self, count: int, first: int | None) -> list[int] | Failure:
+    async def reserve_ports(self, count: int) -> list[int] | Failure:
         """See `Host`."""
-        return await _tried(self._host.reserve_ports(count, first=first))
+        return await _tried(self._host.reserve_ports(count))
 
     async def release_ports(self, ports: Sequence[int]) -> None:
         """See `Host`."""
@@ -94,9 +94,9 @@ class RayHost(Host):
             raise answer.error(f"machine {self.address}")
         return answer
 
-    async def reserve_ports(self, count: int, *, first: int | None = None) -> list[int]:
+    async def reserve_ports(self, count: int) -> list[int]:
         """Reserve free ports there."""
-        return await self.call("reserve_ports", count, first)
+        return await self.call("reserve_ports", count)
 
     async def release_ports(self, ports: Sequence[int]) -> None:
         """Free reserved ports."""
@@ -134,9 +134,9 @@ class RayProcess(HostProcess):
         """End it and all processes of its group."""
         await self._call("stop", grace_s, if_lost=lambda _: None)
 
-    async def log_tail(self, lines: int = 30) -> list[str]:
+    async def log_tail(self) -> list[str]:
         """The last lines of its log; before them its first exception, if it is further up."""
-        return await self._call("log_tail", lines, if_lost=lambda error: [str(error)])
+        return await self._call("log_tail", if_lost=lambda error: [str(error)])
 
     async def _call(self, method: str, *arguments: Any, if_lost: Callable[[HostLostError], Any]) -> Any:
         try:

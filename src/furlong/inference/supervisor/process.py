@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from furlong.errors import ENGINE_EXITED, ENGINE_KILLED, ConfigError, EngineError, Loss
+from furlong.errors import ENGINE_EXITED, ENGINE_KILLED, EngineError, Loss
 from furlong.inference.sglang.server import ServerInfo, SglangServer
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class HostProcess(ABC):
         """Stop its process group: SIGTERM, then SIGKILL after `grace_s` seconds. Returns when it is gone."""
 
     @abstractmethod
-    async def log_tail(self, lines: int = TAIL_LINES) -> list[str]:
+    async def log_tail(self) -> list[str]:
         """The last lines of its log; before them the message of its first exception, if that is further up."""
 
 
@@ -88,12 +88,8 @@ class Host(ABC):
     address: str
 
     @abstractmethod
-    async def reserve_ports(self, count: int, *, first: int | None = None) -> list[int]:
-        """Reserve `count` free consecutive ports, starting at `first` if it is not None.
-
-        They stay bound until `start` hands them over or `release_ports` frees them. Raises ConfigError if `first` is
-        taken.
-        """
+    async def reserve_ports(self, count: int) -> list[int]:
+        """Reserve `count` free consecutive ports, bound until `start` hands them over or `release_ports` frees them."""
 
     @abstractmethod
     async def release_ports(self, ports: Sequence[int]) -> None:
@@ -151,12 +147,12 @@ class LocalProcess(HostProcess):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
-    async def log_tail(self, lines: int = TAIL_LINES) -> list[str]:  # noqa: D102
+    async def log_tail(self) -> list[str]:  # noqa: D102
         text = tail(self._log, 1 << 20)
         # The process that serves HTTP often only reports that another one is gone: the reason is the first exception.
         raised = itertools.dropwhile(lambda line: "Traceback (most recent call last)" not in line, text)
         first = next((line for line in itertools.islice(raised, 1, None) if line and line[0] != " "), "")
-        return [*([first] if first and first not in text[-lines:] else []), *text[-lines:]]
+        return [*([first] if first and first not in text[-TAIL_LINES:] else []), *text[-TAIL_LINES:]]
 
 
 class LocalHost(Host):
@@ -167,25 +163,20 @@ class LocalHost(Host):
         self._reserved: dict[int, socket.socket] = {}
         self._handed_over: set[int] = set()  # to processes that may not have bound them yet
 
-    async def reserve_ports(self, count: int, *, first: int | None = None) -> list[int]:  # noqa: D102
-        if first is not None:
-            ports = list(range(first, first + count))
-            if (taken := self._bind(ports)) is not None:
-                raise ConfigError(f"port {taken} is taken; use another port, or stop the process that has it")
-            return ports
+    async def reserve_ports(self, count: int) -> list[int]:  # noqa: D102
         low, high = port_range()
         num_ranges = (high - low) // count
         start = secrets.randbelow(num_ranges)
         for offset in range(num_ranges):
             begin = low + (start + offset) % num_ranges * count
             ports = list(range(begin, begin + count))
-            if not self._handed_over.intersection(ports) and self._bind(ports) is None:
+            if not self._handed_over.intersection(ports) and self._bind(ports):
                 return ports
         raise EngineError(
             f"no {count} consecutive ports are free between {low} and {high}; stop processes that use them"
         )
 
-    def _bind(self, ports: Sequence[int]) -> int | None:
+    def _bind(self, ports: Sequence[int]) -> bool:
         bound: dict[int, socket.socket] = {}
         for port in ports:
             # bound to "", it occupies a port of every address
@@ -197,10 +188,10 @@ class LocalHost(Host):
             except OSError:
                 for other in (reserved, *bound.values()):
                     other.close()
-                return port
+                return False
             bound[port] = reserved
         self._reserved |= bound
-        return None
+        return True
 
     async def release_ports(self, ports: Sequence[int]) -> None:  # noqa: D102
         for port in ports:

@@ -43,16 +43,13 @@ ROUTER_OPTIONS: Mapping[str, Any] = {
 }
 
 
-async def start_server(
-    launch: Launch, index: int, placement: Sequence[HostGpus], *, log_dir: Path, port: int | None = None
-) -> ServerProcess:
+async def start_server(launch: Launch, index: int, placement: Sequence[HostGpus], *, log_dir: Path) -> ServerProcess:
     """Start engine `index`, one process for each node of its placement; does not wait until it is ready.
 
-    `port` fixes the HTTP port. Logs are `log_dir`/engine-INDEX.log and, for further nodes, engine-INDEX-node-N.log.
-    Raises ConfigError if a port is taken.
+    Logs are `log_dir`/engine-INDEX.log and, for further nodes, engine-INDEX-node-N.log.
     """
     first = placement[0].host
-    reserved = await first.reserve_ports(1, first=port)
+    reserved = await first.reserve_ports(1)
     http = reserved[0]
     nccl = rendezvous = 0
     bootstrap: int | None = None
