@@ -242,17 +242,6 @@ def test_a_startup_timeout_is_an_error_naming_the_limit(tmp_path):
     asyncio.run(case())
 
 
-def test_a_fixed_port_that_is_taken_is_an_error(tmp_path):
-    async def case() -> None:
-        host = LocalHost()
-        [port] = await host.reserve_ports(1)
-        with pytest.raises(ConfigError, match=f"port {port} is taken; use another port"):
-            await started("pass", tmp_path, port=port)
-        await host.release_ports([port])
-
-    asyncio.run(case())
-
-
 @pytest.mark.parametrize(
     ("words", "gives"),
     [(["--colocate"], True), (["--colocate", "--no-offload-rollout"], False), (["--rollout-num-gpus", "1"], False)],
