@@ -189,9 +189,11 @@ class SoakRun:
         return True
 
     def is_whole(self) -> bool:
-        """Return whether both engines and the router are there."""
+        """Return whether both engines and the router are there, and every engine that was lost serves again."""
         kinds = Counter(kind for kind, _ in self.living())
-        return kinds["engine"] == NUM_ENGINES and kinds["router"] >= HAS_ROUTER
+        events = (self.folder / "run" / "events.jsonl").read_bytes().rpartition(b'"event":"engines_started"')[2]
+        is_back = events.count(b'"event":"engine_lost"') == events.count(b'"event":"engine_restarted"')
+        return is_back and kinds["engine"] == NUM_ENGINES and kinds["router"] >= HAS_ROUTER
 
     def wait_for_end(self, timeout_s: float) -> int:
         """Return the driver's exit code once it and its descendants have ended.
@@ -306,7 +308,8 @@ class Injector:
         while more < STEPS_AFTER or not is_ready():
             more += self._run.watch()
             if time.monotonic() > deadline:
-                raise SoakError(f"no {STEPS_AFTER} steps within {SURVIVE_S:g} s; driver.log:\n{self._run.last_words()}")
+                missing = f"{more} of {STEPS_AFTER} steps" if more < STEPS_AFTER else "not all engines and the router"
+                raise SoakError(f"{missing} within {SURVIVE_S:g} s; driver.log:\n{self._run.last_words()}")
             time.sleep(POLL_S)
 
     def _cause(self, kind: str) -> Callable[[], bool]:
