@@ -70,14 +70,14 @@ ALLOWED |= {
 # Lines of Python per package, "furlong" for the modules that are in none.
 BUDGET = {
     "algo": 1713,
-    "catalogue": 1249,
+    "catalogue": 1262,
     "chat": 1390,
     "cluster": 1524,
     "commands": 1900,
     "config": 7350,
     "core": 4253,
     "data": 2907,
-    "diagnosis": 6131,
+    "diagnosis": 6240,
     "environments": 1200,
     "evals": 400,
     "files": 1287,

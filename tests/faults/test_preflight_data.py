@@ -174,6 +174,36 @@ def test_a_reward_that_compares_text_with_a_number(world):
     assert world.look(rm_type=None, custom_rm_path=f"{world.folder}/text.py:reward") == []
 
 
+@fault("REW01")
+def test_a_reward_that_compares_the_end_of_turn(world):
+    (world.folder / "exact.py").write_text("def reward(response, label):\n    return float(response == label)\n")
+    exact = {"rm_type": None, "custom_rm_path": f"{world.folder}/exact.py:reward"}
+    found = only(world.look(**exact), "REW01", "warning")
+    assert names(found.finding, "1 to a label", "but 0", "'<|im_end|>'")
+    assert names(found.remedy, "--rollout-skip-special-tokens", "removesuffix('<|im_end|>')")
+    assert world.look(**exact, rollout_skip_special_tokens=True) == []
+    (world.folder / "starts.py").write_text("def reward(response, label):\n    return response.startswith(label)\n")
+    assert world.look(rm_type=None, custom_rm_path=f"{world.folder}/starts.py:reward") == []
+
+
+@fault("TPL01")
+def test_a_template_that_does_not_start_the_answer(world):
+    turn = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    start = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    template = world.model / "chat_template.jinja"
+    template.write_text(turn)
+    found = only(world.look(apply_chat_template=True), "TPL01", "warning")
+    assert names(found.finding, "<|im_start|>assistant")
+    assert "add_generation_prompt" in found.remedy
+    template.write_text(turn + start)
+    assert world.look(apply_chat_template=True) == []
+    template.write_text(  # of Mistral's form, without a header
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}"
+        "<|im_end|>{% endif %}{% endfor %}"
+    )
+    assert world.look(apply_chat_template=True) == []
+
+
 def test_labels_of_several_right_answers_are_healthy(world):
     world.write(*({"input": str(i), "label": [str(i), "another"]} for i in range(8)))
     assert world.look(rm_type="math") == []

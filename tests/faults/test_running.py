@@ -547,3 +547,19 @@ def test_a_teacher_with_the_weights_of_the_policy(tmp_path):
     assert (code, list(found)) == (0, ["OPD02"])
     assert found["OPD02"]["evidence"]["opd_reverse_kl"] == 0
     assert "--ref-load" in found["OPD02"]["remedy"]
+
+
+@fault("OPD03")
+@pytest.mark.nightly
+def test_a_teacher_that_the_policy_cannot_follow_without_a_learning_rate(tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(model_folder(), other)
+    weights = load_file(other / "model.safetensors")
+    torch.manual_seed(0)
+    noisy = {name: w + 0.3 * w.std() * torch.randn_like(w) if w.dim() == 2 else w for name, w in weights.items()}
+    save_file(noisy, other / "model.safetensors", {"format": "pt"})
+    given = DISTILLS | {"opd_teacher_load": other, "num_rollout": 64, "rollout_batch_size": 8}
+    code, found = run(tmp_path / "run", **given, lr=0.0)
+    assert (code, "OPD03" in found) == (0, True)
+    assert "--lr" in found["OPD03"]["remedy"]
+    assert "OPD03" not in run(tmp_path / "mended", **given, lr=1e-3)[1]

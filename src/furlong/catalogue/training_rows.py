@@ -13,7 +13,8 @@ ROWS = (
         symptom="Gradients explode; a double chat template; answers that ignore the question.",
         cause="The data already contains the model's special tokens and --apply-chat-template adds them again; or it "
         "contains messages, which need a template.",
-        checked="The first prompts: special tokens of the tokenizer in them against --apply-chat-template.",
+        checked="The first prompts: special tokens of the tokenizer in them against --apply-chat-template; whether the "
+        "template starts the answer.",
         remedy="Remove --apply-chat-template for prompts that are already rendered; add it for messages and plain "
         "questions.",
         guides=(MQ, MD, SQ),
@@ -144,8 +145,8 @@ ROWS = (
         symptom="The reward function raises, hangs, or returns an invalid reward.",
         cause="It does not handle the labels in the data, or a response without an answer; or its server or process "
         "failed.",
-        checked="It is imported, its signature checked, and it is called on a row of the data, with the label as the "
-        "response and with a wrong response.",
+        checked="It is imported, its signature checked, and it is called on a row of the data: with the label as the "
+        "response, with the label and the model's end of turn, and with a wrong response.",
         remedy="The message has the traceback, the value or the type; test changes with `furlong reward test`.",
         guides=(ST,),
     ),
@@ -282,10 +283,10 @@ ROWS = (
         "the critic is of no use",
         "R",
         "warning",
-        symptom="PPO learns slowly or not at all; values do not follow the returns.",
+        symptom="PPO learns slowly or not at all; values do not follow the returns, or grow without bound.",
         cause="The critic's learning rate is too low or too high, it is trained too rarely, or nothing in the tokens "
         "tells the outcome.",
-        checked="The explained variance, on average over 32 rollouts.",
+        checked="The explained variance, on average over 32 rollouts; the critic's loss against its median.",
         remedy="Raise --critic-lr or --num-critic-only-steps; start from a trained critic with --critic-load; or use "
         "an estimator without a critic, such as --advantage-estimator grpo.",
     ),
@@ -321,6 +322,18 @@ ROWS = (
         "a server has not loaded the teacher, or the policy was started from the teacher (--load, --ref-load).",
         checked="The KL to the teacher before the first update is 0.",
         remedy="Check the teacher's folder or server, and --load and --ref-load.",
+    ),
+    Row(
+        "OPD03",
+        "the KL to the teacher does not fall",
+        "R",
+        "warning",
+        symptom="train/opd_reverse_kl stays where it began.",
+        cause="Candidates: the learning rate or --opd-kl-coef is too low, rewards pull the other way, the samples are "
+        "too old, or the teacher knows something that the policy does not see, such as a privileged prompt.",
+        checked="The KL of the last 16 of 64 rollouts against that of the first 16.",
+        remedy="Raise --lr or --opd-kl-coef; lower --opd-task-reward-coef; use --opd-loss topk or full, with less "
+        "variance.",
     ),
     Row(
         "OPD04",

@@ -47,7 +47,10 @@ ROUTING = 0.9
 # above -0.03.
 CRITIC, CRITIC_ROWS = "train/critic-explained_variance", 32
 SHORT_WARM_UP = -0.1
-TEACHER_KL, SAME_TEACHER = "train/opd_reverse_kl", 1e-6  # below it, teacher and policy have the same weights
+# The critic's loss as a multiple of its median: in the same run at most 2.
+VALUE_LOSS, VALUE_JUMP = "train/critic-value_loss", 10.0
+# KL to a teacher: below the first, both are the same weights; a KL above the second should fall within 64 rollouts.
+TEACHER_KL, SAME_TEACHER, CLOSE_TEACHER, TEACHER_ROWS = "train/opd_reverse_kl", 1e-6, 0.05, 64
 
 
 def reference_kl(now: StepContext) -> Alert | None:
@@ -325,7 +328,23 @@ def expert_routing(now: StepContext) -> Alert | None:
 
 
 def critic(now: StepContext) -> Alert | None:
-    """NUM07: a critic that explains nothing of the returns."""
+    """NUM07: a critic that explains nothing of the returns, and one whose values diverge."""
+    explained, loss = now.row.get(CRITIC), now.row.get(VALUE_LOSS)
+    if explained is None or loss is None:
+        return None
+    before = now.recent(VALUE_LOSS, GRAD_ROWS + 1)[:-1]
+    evidence = {"explained_variance": explained, "value_loss": loss, "values": now.row.get("rollout/values")}
+    if len(before) >= GRAD_LEAST and explained < -1 and loss > VALUE_JUMP * statistics.median(before):
+        return now.alert(
+            "NUM07",
+            f"the values of the critic diverge: its loss is {loss:.3g}, {loss / statistics.median(before):.0f} times "
+            f"the median of the earlier steps, and the explained variance {explained:.3g}",
+            cause="The critic's learning rate is too high, or rewards are large.",
+            remedy="lower --critic-lr or --clip-grad, or scale rewards to about 0 to 1",
+            evidence=evidence,
+            level=loss,
+            kind="diverges",
+        )
     rows = now.recent(CRITIC, CRITIC_ROWS)
     if len(rows) < CRITIC_ROWS or (mean := statistics.fmean(rows)) > 0:
         return None
@@ -333,12 +352,9 @@ def critic(now: StepContext) -> Alert | None:
         "NUM07",
         f"the critic explains nothing of the returns: the explained variance is {mean:.3g} over {len(rows)} rollouts, "
         "and 0 is that of a constant",
-        evidence={
-            "mean": mean,
-            "value_loss": now.row.get("train/critic-value_loss"),
-            "values": now.row.get("rollout/values"),
-        },
+        evidence=evidence | {"mean": mean},
         level=-mean,
+        kind="nothing",
     )
 
 
@@ -384,9 +400,29 @@ def teacher_of_itself(now: StepContext) -> Alert | None:
     )  # fmt: skip
 
 
+def teacher_kl(now: StepContext) -> Alert | None:
+    """OPD03: a KL to the teacher that is where it began."""
+    rows = now.recent(TEACHER_KL, TEACHER_ROWS)
+    if len(rows) < TEACHER_ROWS or not now.facts.config.opd.opd_kl_coef or now.reported("OPD02"):
+        return None
+    quarter = TEACHER_ROWS // 4
+    if now.step > TEACHER_ROWS + quarter:  # the rows do not begin where the run does
+        return None
+    before, after = statistics.fmean(rows[:quarter]), statistics.fmean(rows[-quarter:])
+    if before < CLOSE_TEACHER or after < before:
+        return None
+    return now.alert(
+        "OPD03",
+        f"the KL to the teacher was {before:.3g} and is {after:.3g} after {len(rows)} rollouts",
+        evidence={"before": before, "after": after},
+        level=after,
+    )
+
+
 MONITORS = (
     StepMonitor("OPD01", foreign_teacher),
     StepMonitor("OPD02", teacher_of_itself),
+    StepMonitor("OPD03", teacher_kl, again=2),
     StepMonitor("TPL03", unlikely_responses),
     StepMonitor("NUM01", reference_kl, again=10),
     StepMonitor("NUM02", engine_mismatch, again=3),

@@ -356,6 +356,15 @@ CAUSES = (
         "Your account or project may store no more bytes or files on this disk, which itself has space.",
     ),
     Signature(
+        "DISK01", r"File too large", "a file exceeds the size limit",
+        "raise `ulimit -f`, or use --save on another file system",
+        "The shell, the scheduler or the file system limits file sizes.",
+    ),
+    Signature(
+        "DISK01", r"Read-only file system", "a folder cannot be written",
+        "use --save on a disk that is mounted for writing", "Its disk is read-only.",
+    ),
+    Signature(
         "LIMIT01", r"Too many open files", "too many open files",
         "raise the limit before the start: `ulimit -n 65536` (in containers --ulimit nofile=65536)",
         "The process may open no more files and sockets (`ulimit -n`), or something does not close them.",
@@ -374,6 +383,13 @@ CAUSES = (
     Signature(
         "CKPT04", r"no file named [^\n]* found in directory[^\n]*|No such file or directory: [^\n]*\.safetensors[^\n]*",
         "a weight file is missing", CHECK_MODEL,
+    ),
+    Signature(
+        "CFG05", r"[^\n]*must be divisible by (the )?(tensor|pipeline|expert)[- _](model[- _])?parallel[^\n]*",
+        "the model cannot be split over that many GPUs",
+        "choose a --rollout-num-gpus-per-engine (of an engine) or a --tensor-model-parallel-size (of the trainer) that "
+        "divides the model's attention heads and experts",
+        "Each GPU gets the same number of heads, layers or experts.",
     ),
     Signature(
         "CKPT01",

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import quantiles
+from typing import Any
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.checks.value_checks import BOXED
@@ -20,6 +21,7 @@ from furlong.errors import RewardError
 from furlong.rewards.group_reward import GroupReward
 from furlong.rewards.verifiers import REWARDS
 from furlong.tools.reward_test import answered, right_answer, unnamed_entry
+from furlong.tools.template_test import generation_ends
 
 ROW_OF_KIND = {"syntax": "DATA01", "form": "DATA01", "empty": "DATA02", "messages": "TPL01", "template": "TPL01"}
 CAUSES = {
@@ -183,7 +185,8 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
         memory_limit_bytes=config.reward.memory_limit_bytes,
         args=context.args,
     )
-    answers = str(prompts[0].label), WRONG
+    label, ends = str(prompts[0].label), _ends_of_response(context)
+    answers = [label, WRONG, *(label + end for end in ends)]
     samples = [answered(prompts[0], answer, context.tokenizer, index=index) for index, answer in enumerate(answers)]
     try:
         outcomes = asyncio.run(_scored(reward, samples))
@@ -198,14 +201,15 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
             return  # that function reads the objects
         yield from unnamed_entry(f"--custom-rm-path {path}", rewards, config.reward.reward_key)
         if isinstance(prompts[0].label, int | float) and rewards[0] == rewards[1]:
-            as_text = [replace(sample, label=answers[0]) for sample in samples]
+            as_text = [replace(sample, label=label) for sample in samples[:2]]
             right, wrong = asyncio.run(_scored(reward, as_text))
             if right.kind == wrong.kind == "scored" and right.reward != wrong.reward:
                 yield _numeric_label(path, prompts[0].label, right.reward)
+        yield from _misses_ends(context, rewards, ends)
         return
     first, row = outcomes[failed[0]], prompts[0].row
     is_slow = first.kind == "timed_out"
-    response = ("its label", "a wrong answer")[failed[0]]
+    response = ("its label", "a wrong answer", *(f"its label and {end!r}" for end in ends))[failed[0]]
     remedy = "fix it; `furlong reward test` with the same flags calls it on more rows"
     if is_slow and timeout_s < config.fault.reward_timeout:
         limit = f"--reward-timeout {config.fault.reward_timeout:g}"
@@ -233,6 +237,32 @@ def _numeric_label(path: str, label: float, reward: object) -> Diagnosis:
         remedy="compare with str(label) in the function, or write labels as text",
         severity="warning",
         evidence={"function": path, "label": label, "type": kind},
+    )
+
+
+def _ends_of_response(context: PreflightContext) -> list[str]:
+    """Return the texts of the tokens that end a response, which reward functions get with it."""
+    config = context.config
+    is_cut = config.rollout.rollout_skip_special_tokens or config.reward.group_rm
+    if is_cut or context.model_dir is None:
+        return []
+    return [context.tokenizer.decode([end]) for end in generation_ends(context.model_dir, context.tokenizer)]
+
+
+def _misses_ends(context: PreflightContext, rewards: Sequence[Any], ends: Sequence[str]) -> Iterator[Diagnosis]:
+    """REW01: a label is right as a response, but only without the end that responses have."""
+    key, path = context.config.reward.reward_key, context.config.reward.custom_rm_path
+    right, wrong, *ended = [reward.get(key) if isinstance(reward, dict) else reward for reward in rewards]
+    if not ended or right is None or wrong is None or not right > wrong or any(value != wrong for value in ended):
+        return
+    yield diagnosis(
+        "REW01",
+        f"--custom-rm-path {path} gives {right:g} to a label as the response, but {wrong:g}, as to a wrong answer, if "
+        f"it ends in {' or '.join(map(repr, ends))}, as responses of this model do",
+        cause="The function compares the response with its end-of-turn token.",
+        remedy=f"use --rollout-skip-special-tokens, or response.removesuffix({ends[0]!r}) in the function",
+        severity="warning",
+        evidence={"right": right, "wrong": wrong, "ends": list(ends)},
     )
 
 

@@ -20,6 +20,8 @@ from furlong.models.hf_folder import COMPLETE, check_folder, template_file
 from furlong.models.tokenizer import load_tokenizer
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 from furlong.tools.template_test import (
+    ANSWER,
+    QUESTION,
     Conversation,
     ConversationCheck,
     Template,
@@ -244,6 +246,30 @@ def escaped_stops(context: PreflightContext) -> Iterator[Diagnosis]:
             )
 
 
+def no_start_of_turn(context: PreflightContext) -> Iterator[Diagnosis]:
+    """TPL01: a template with a header before answers, which prompts for the model lack."""
+    template = _template(context)
+    if template is None or not context.generates:
+        return
+    user, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
+    try:
+        prompt, plain = template.render([user], prompt=True), template.render([user])
+        whole = template.render([user, answer])
+    except TEMPLATE_ERRORS:  # the template does not accept the probe conversation
+        return
+    header = whole[len(prompt) :].partition(ANSWER)[0].strip()
+    if prompt == plain and whole.startswith(prompt) and ANSWER in whole and header:
+        yield diagnosis(
+            "TPL01",
+            f"the chat template writes {header!r} before an answer, but prompts end without it",
+            cause="It has no branch for `add_generation_prompt`, so the model continues after the user's turn.",
+            remedy="add {% if add_generation_prompt %} with that text to the template, or use another one with "
+            "--chat-template-path",
+            severity="warning",
+            evidence={"header": header},
+        )
+
+
 def stop_ids(context: PreflightContext) -> Iterator[Diagnosis]:
     """STOP01: --rollout-stop-token-ids outside of the vocabulary."""
     if context.model is None or (size := context.model.text_config.get("vocab_size")) is None:
@@ -315,6 +341,7 @@ CHECKS = (
     rewritten_history,
     end_of_turn,
     escaped_stops,
+    no_start_of_turn,
     stop_ids,
     kept_routers,
     own_head,
