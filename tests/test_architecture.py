@@ -95,7 +95,7 @@ BUDGET = {
     "sessions": 3272,
     "sglang_layout": 770,
     "slime_api": 1031,
-    "tools": 3528,
+    "tools": 3565,
     "tracking": 1132,
     "training": 9635,
     "transfer": 710,

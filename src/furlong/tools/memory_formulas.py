@@ -3,7 +3,8 @@
 Weights in bfloat16 have float32 master weights, gradients and two moments: 2 + 4 + 4 + 8 bytes per parameter. FSDP
 ranks shard the master weights and gather bfloat16 layers from them: 16 bytes per parameter, divided by the ranks.
 Compiled layers keep the results of GEMMs and attention for the backward pass (`models.compiled_layers`), others about
-twice that. MLPs are recomputed in as many layers as necessary. Megatron-core shards differently (`PipelineStage`).
+twice that. MLPs are recomputed in as many layers as necessary. Megatron-core shards differently (`PipelineStage`) and
+keeps its gradient buffers between steps.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ CONTEXT_BYTES = 1 * GIB  # CUDA context, cuBLAS and NCCL buffers, outside of PyT
 BACKWARD_ROWS_CPU = 3  # measured, like the copies of a chunk's logits: CPUs have no fused output layer
 LOGITS_COPIES, LOGITS_COPIES_CPU = 2, 4
 EAGER_FACTOR = 2.0  # what an uncompiled layer keeps relative to a compiled one: float32 norms, activations
+# The same of a layer with experts, measured with 8 layers of Qwen3-30B-A3B on two and four H200s. Megatron-core also
+# keeps tokens in the order in which ranks exchange them.
+EXPERTS_FACTOR, EXPERTS_FACTOR_MEGATRON = 1.3, 1.65
 TOKEN_STEP = 256  # proposals are multiples of this
 MOST_TOKENS = 1 << 22  # upper limit of proposals
 
@@ -117,7 +121,7 @@ class TrainingSetup:
     the model; with a Megatron `layout`, all training ranks. frozen_models: reference, teacher and old actor, in models
     of the policy's size. whole_layers: --recompute-activations. is_offloaded: moments are in host memory except during
     the optimizer step, and with `offloads_masters` so are float32 master weights. on_cpu: train on the CPU, where
-    layers are not compiled and recomputed only on request.
+    layers are not compiled and recomputed only on request. grad_bytes: of an element of Megatron's gradient buffers.
     """
 
     tokens: int
@@ -130,11 +134,22 @@ class TrainingSetup:
     num_moments: int = 2
     on_cpu: bool = False
     layout: Layout | None = None
+    grad_bytes: int = 4
 
     @property
     def on_device(self) -> TrainingSetup:
         """The same without offloading, as during an optimizer step."""
         return replace(self, is_offloaded=False, offloads_masters=False)
+
+    def kept_factor(self, model: ModelSize) -> float:
+        """Return what a layer keeps for the backward pass relative to `kept_per_token`."""
+        if model.experts and not self.on_cpu:
+            return EXPERTS_FACTOR if self.layout is None else EXPERTS_FACTOR_MEGATRON
+        return 1.0 if self.compiles(model) else EAGER_FACTOR
+
+    def compiles(self, model: ModelSize) -> bool:
+        """Whether dense layers are compiled."""
+        return self.is_half and not self.on_cpu and model.parameters >= COMPILED_FROM and not model.experts
 
 
 NODE = 8  # GPUs per machine, within which tensor parallelism is fast
@@ -193,7 +208,7 @@ class PipelineStage:
         return self.layout.passes_in_flight(self.number) / self.layout.virtual
 
     def resting(self) -> dict[str, int]:
-        """Bytes between two steps, without gradient buffers, which stay unless the trainer is offloaded."""
+        """Bytes between two steps, without `gradients`, which stay unless the trainer is offloaded."""
         setup = self.setup
         parts = {
             "weights": (2 if setup.is_half else 4) * self.parameters,
@@ -202,6 +217,11 @@ class PipelineStage:
             "frozen models": int((2 if setup.is_half else 4) * setup.frozen_models * self.parameters),
         }
         return {name: size for name, size in parts.items() if size}
+
+    @property
+    def gradients(self) -> dict[str, int]:
+        """Bytes of the gradient buffers, in which replicas do not share."""
+        return {"gradients": self.setup.grad_bytes * self.parameters}
 
     @property
     def kept_per_token(self) -> int:
@@ -280,6 +300,14 @@ def resting(model: ModelSize, setup: TrainingSetup) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size}
 
 
+def between_steps(model: ModelSize, setup: TrainingSetup) -> dict[str, int]:
+    """Return what is on the device between two steps, on the rank with the most: `resting`, and gradient buffers."""
+    if setup.layout is None:
+        return resting(model, setup)
+    parts = (stage.resting() | stage.gradients for stage in stages(model, setup))
+    return max(parts, key=lambda sizes: sum(sizes.values()))
+
+
 def on_host(model: ModelSize, setup: TrainingSetup, *, sleeps: bool, copied: int = 0) -> dict[str, int]:
     """Return the peak host memory of one rank's process.
 
@@ -288,7 +316,7 @@ def on_host(model: ModelSize, setup: TrainingSetup, *, sleeps: bool, copied: int
     """
     whole = resting(model, setup.on_device)
     if sleeps:
-        parts = {"asleep": sum(whole.values()) - whole.get("master_weights", 0) // 2}
+        parts = {"asleep": sum(whole.values()) - (whole["weights"] if "master_weights" in whole else 0)}
     else:
         parts = {"offloaded": sum(whole.values()) - sum(resting(model, setup).values())}
     parts["checkpoint"] = copied
@@ -329,14 +357,13 @@ def training_phases(model: ModelSize, setup: TrainingSetup, limit: int) -> list[
 def _phases_of_stage(stage: PipelineStage, limit: int) -> list[Phase]:
     """Predict the phases of a Megatron rank. Gradient buffers exist in all of them."""
     model, setup, layout = stage.model, stage.setup, stage.layout
-    still = stage.resting() | {"gradients": 4 * stage.parameters}
+    still = stage.resting() | stage.gradients
     working = BACKWARD_ROWS * model.mlp_width * 2 * setup.tokens // layout.tensor
     head = LOGITS_COPIES * _logits(model, setup) + 6 * model.embedding // layout.tensor if stage.is_last else 0
     room = limit - sum(still.values()) - max(working, head)
-    is_compiled = setup.is_half and model.parameters >= COMPILED_FROM and not model.experts
-    one = int(stage.kept_per_token * (1.0 if is_compiled else EAGER_FACTOR)) * setup.tokens
+    one = int(stage.kept_per_token * setup.kept_factor(model)) * setup.tokens
     kept, note = int(stage.in_flight * stage.layers * one), "nothing recomputed"
-    saved = int(stage.in_flight * (4 if is_compiled else 8) * model.mlp_width * setup.tokens / layout.tensor)
+    saved = int(stage.in_flight * (4 if setup.compiles(model) else 8) * model.mlp_width * setup.tokens / layout.tensor)
     if setup.whole_layers:
         kept, note = int(stage.in_flight * stage.inputs_kept(setup.tokens)) + one, "whole layers recomputed"
     elif kept > room and not model.experts:
@@ -359,13 +386,13 @@ def _logits(model: ModelSize, setup: TrainingSetup) -> int:
 
 def _activations(model: ModelSize, setup: TrainingSetup, tokens: int, room: int) -> tuple[int, str]:
     """Return the bytes that layers keep, and a note on how many MLPs are recomputed to fit into `room`."""
-    is_compiled = setup.is_half and not setup.on_cpu and model.parameters >= COMPILED_FROM and not model.experts
     wide = 1 if setup.is_half else 2  # float32 instead of bfloat16
     if setup.whole_layers:
-        one = (EAGER_FACTOR if setup.on_cpu else 1.0) * model.kept_per_token
+        one = setup.kept_factor(model) * model.kept_per_token
         return int(wide * (model.layers * 2 * model.hidden + one)) * tokens, "whole layers recomputed"
-    kept = int(wide * model.kept_per_token * (1.0 if is_compiled else EAGER_FACTOR)) * tokens * model.layers
-    saved = wide * (4 if is_compiled else 8) * model.mlp_width * tokens  # gate and up; their product if not compiled
+    kept = int(wide * model.kept_per_token * setup.kept_factor(model)) * tokens * model.layers
+    bytes_saved = 4 if setup.compiles(model) else 8  # gate and up; their product if not compiled
+    saved = wide * bytes_saved * model.mlp_width * tokens
     excess = kept - room
     if excess <= 0 or model.experts or setup.on_cpu:
         return kept, "nothing recomputed"
@@ -389,17 +416,23 @@ def most_tokens(model: ModelSize, setup: TrainingSetup, limit: int) -> int:
     return low * TOKEN_STEP
 
 
-def smallest_change(model: ModelSize, setup: TrainingSetup, limit: int, *, longest: int) -> str:
+def smallest_change(model: ModelSize, setup: TrainingSetup, limit: int, *, longest: int, update_bytes: int = 0) -> str:
     """Return the cheapest change of flags with which training should fit; "" if it already does.
 
     longest: tokens of the longest sample, which gets its own micro-batch if it exceeds --max-tokens-per-gpu.
+    update_bytes: what a weight update needs beside the trainer, on the same GPU.
     """
     sequence = max(longest, TOKEN_STEP)
+
+    def most(changed: TrainingSetup) -> int:
+        is_updated = sum(between_steps(model, changed).values()) + update_bytes <= limit
+        return most_tokens(model, changed, limit) if is_updated else 0
+
     for whole, offloaded in ((False, False), (True, False), (False, True), (True, True)):
         if offloaded and setup.on_cpu:  # where moments are on the host anyway
             break
         changed = replace(setup, whole_layers=whole or setup.whole_layers, is_offloaded=offloaded or setup.is_offloaded)
-        tokens = most_tokens(model, changed, limit)
+        tokens = most(changed)
         if tokens >= sequence:
             flags = [
                 f"--max-tokens-per-gpu {tokens}" if tokens < setup.tokens else "",
@@ -416,7 +449,7 @@ def smallest_change(model: ModelSize, setup: TrainingSetup, limit: int, *, longe
         )
     for ranks in (2, 4, 8, 16, 32, 64, 128):
         changed = replace(setup, shards=ranks * setup.shards, whole_layers=True)
-        tokens = most_tokens(model, changed, limit)
+        tokens = most(changed)
         for context in (1, ranks):
             if tokens >= math.ceil(sequence / context):
                 more = f"--actor-num-gpus-per-node {changed.shards}"

@@ -30,6 +30,7 @@ from furlong.tools.memory_formulas import (
     Phase,
     ServingSetup,
     TrainingSetup,
+    between_steps,
     engine_weights,
     least_fraction,
     most_tokens,
@@ -138,14 +139,16 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
     phases = [replace(phase, parts={**phase.parts, **other}) for phase in training_phases(model, setup, room)]
     most: float | None = None
     longest = -(-longest_sample(config) // config.train.context_parallel_size)
-    change = _as_flags(smallest_change(model, setup, room, longest=longest), config)
+    updating: dict[str, int] = {}
     if topology.is_colocated:
-        parts = {"buckets": 2 * config.sync.update_weight_buffer_size, **other}
+        updating["buckets"] = 2 * config.sync.update_weight_buffer_size
         if config.cluster.offload_rollout:
-            parts["engine's weights"] = engine_weights(model, 1 if engine is None else engine.tp_size)
-        phases.append(Phase("update weights", resting(model, setup) | parts))
+            updating["engine's weights"] = engine_weights(model, 1 if engine is None else engine.tp_size)
+        phases.append(Phase("update weights", between_steps(model, setup) | updating | other))
+    change = smallest_change(model, setup, room, longest=longest, update_bytes=sum(updating.values()))
+    change = _as_flags(change, config)
     if serving is not None and topology.is_colocated:
-        kept = {} if config.cluster.offload_train else {"trainer": sum(resting(model, setup).values())}
+        kept = {} if config.cluster.offload_train else {"trainer": sum(between_steps(model, setup).values())}
         most = max((100 * (limit - sum(kept.values())) // device_bytes) / 100, 0.0)
         serving = replace(serving, parts={**serving.parts, **kept})
         if serving.total > limit and (not change or change.startswith("--")):  # else flags do not help
@@ -242,6 +245,7 @@ def training_of(
         num_moments=_num_moments(config),
         on_cpu=on_cpu,
         layout=Layout.of(train, config.megatron, num_layers) if is_megatron else None,
+        grad_bytes=2 if config.megatron.grad_reduce_in_bf16 else 4,
     )
 
 
@@ -402,7 +406,7 @@ def _sglang_sizes(
         phases = training_phases(model, replace(setup, tokens=RECOMPUTED_TOKENS), usable(device_bytes))
         trainer = max(phase.total for phase in phases)
         if cluster.offload_rollout:
-            trainer = sum(resting(model, setup).values())
+            trainer = sum(between_steps(model, setup).values())
         static = min(static, int(PLAN_FRAC * usable(device_bytes)) - trainer - (device_bytes - static))
     if context_len := config.rollout.rollout_max_context_len:  # else lengths are not bounded
         at_full_length = replace(engine, requests=requests, request_tokens=context_len)

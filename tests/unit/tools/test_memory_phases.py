@@ -79,6 +79,20 @@ def test_experts_count_as_parameters_but_only_the_chosen_ones_as_activations():
     assert moe.mlp_width == 8 * 768
 
 
+@pytest.mark.parametrize(
+    ("ranks", "layout", "measured_gib"),
+    [(2, None, 71.7), (4, None, 50.3), (2, Layout(expert=2), 76.3), (4, Layout(expert=4), 52.5)],
+)
+def test_the_peak_of_experts_is_within_five_percent_of_what_h200s_measured(ranks, layout, measured_gib):
+    """Measured 2026-11-22 by benchmarks/gpu/train_scaling.py: 8 layers of Qwen3-30B-A3B, 16,384 tokens."""
+    moe = ModelSize(
+        8, 2048, 6144, 32, 4, 128, 151936, is_tied=False, experts=128, experts_per_token=8, moe_intermediate=768
+    )
+    setup = TrainingSetup(16384, shards=ranks, layout=layout)
+    peak = max(phase.total for phase in training_phases(moe, setup, usable(H200)))
+    assert peak / GIB == pytest.approx(measured_gib, rel=0.05)
+
+
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     shape=st.sampled_from(sorted(QWEN3)),

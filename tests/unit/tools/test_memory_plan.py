@@ -157,6 +157,7 @@ def test_an_engine_has_its_share_and_a_kv_capacity_in_tokens(command):
     assert "KV cache of" in plan.engine.note
 
 
+COUNT = 4022272000  # parameters
 MEGATRON = {"train_backend": "megatron", "actor_num_gpus_per_node": 8}
 
 
@@ -177,6 +178,32 @@ def test_a_megatron_layout_shards_the_parts_it_should(command):
 
 
 SHARED = {"engine": "sglang", "colocate": True, "sglang_mem_fraction_static": 0.8}
+
+
+def test_gradient_buffers_of_megatron_are_on_the_gpu_until_the_trainer_leaves_it(command):
+    shared = {**MEGATRON, **SHARED, "rollout_num_gpus": 8}
+    whole, half = (plan_of(command, "h200", **shared, grad_reduce_in_bf16=is_half) for is_half in (False, True))
+    assert whole.trainer[-1].name == "update weights"
+    assert [plan.trainer[-1].parts["gradients"] for plan in (whole, half)] == [4 * COUNT, 2 * COUNT]
+    stays = plan_of(command, "h200", **shared, no_offload_train=True)
+    assert stays.engine is not None
+    of_trainer = ("weights", "master_weights", "moments", "gradients")
+    assert stays.engine.parts["trainer"] == sum(stays.trainer[-1].parts[name] for name in of_trainer)
+    assert whole.host is not None
+    assert whole.host.parts["asleep"] == pytest.approx(12 * COUNT, rel=1e-6)  # of eight ranks, without rounded weights
+
+
+def test_the_change_makes_room_for_the_weight_update_too(command):
+    """Between steps, eight ranks of Qwen3-30B-A3B leave too little of an H100 for half of its weights."""
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    moe = QWEN3_4B | experts | {"hidden_size": 2048, "num_hidden_layers": 48, "tie_word_embeddings": False}
+    shared = {**SHARED, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 2}
+    device = device_bytes("h100")
+    plan = plan_memory(load(command(**shared, recompute_activations=True)).config, moe, device)
+    assert plan.trainer[-1].total > plan.limit
+    assert plan.change == "--offload-optimizer-states"
+    words = command(**shared, recompute_activations=True, offload_optimizer_states=True)
+    assert plan_memory(load(words).config, moe, device).fits
 
 
 def test_colocated_trainer_and_engine_include_what_the_other_keeps(command):
@@ -217,9 +244,6 @@ def test_the_gpu_of_this_machine_is_what_its_driver_says(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").chmod(0o755)
     assert local_device() == ("NVIDIA H200", 143771 * 2**20)
     assert pytest.approx(140.4, abs=0.1) == 143771 * 2**20 / GIB
-
-
-COUNT = 4022272000  # parameters
 
 
 def test_host_memory_of_ranks_is_counted_and_compared_with_the_machine(command, capsys):
