@@ -1,16 +1,22 @@
-"""Time a full colocated GRPO step on one GPU: furlong with SGLang against TRL's GRPOTrainer.
+"""Time a full GRPO step: furlong with SGLang against TRL's GRPOTrainer on one GPU, or furlong on several GPUs.
 
     pip install trl==1.16.0
     python benchmarks/gpu/grpo_step.py --shape 0.6b
     python benchmarks/gpu/grpo_step.py --shape 0.6b --trl-engine vllm     # colocated, asleep while TRL trains
     python benchmarks/gpu/grpo_step.py --shape 0.6b --no-furlong --trl-steps 0     # one step, warm-up included
     python benchmarks/gpu/grpo_step.py --shape 4b --trl-rows 8 --trl-generation-rows 128   # TRL needs minutes a step
+    python benchmarks/gpu/grpo_step.py --shape 1.7b --prompts 256 --steps 8 --gpus 1 2 4 8
+    python benchmarks/gpu/grpo_step.py --shape 30b-a3b --steps 8 --gpus 8 -- --rollout-num-gpus-per-engine 2
 
-Both train the same random Qwen3 model in bfloat16 on the same prompts (64 prompts of 512 tokens, 8 samples each) with a
-random reward and up to 1,024 new tokens. The vocabulary has 151,936 tokens and one end-of-sequence token, so fewer than
-1 % of responses stop early. GRPO runs without KL, with one AdamW step per rollout. Step time is measured from the end
-of one step to the end of the next: generation, reward, loss, backward pass, optimizer step, memory hand-over between
-trainer and engine, and the weight update.
+With `--gpus`, only furlong runs, once for each layout: `N` GPUs colocated, or `A+B`, A for training and B for
+generation, with one rollout ahead. Steps are the second half of those that were run, since the first ones compile.
+`scaling` is samples per second per GPU divided by that of the first layout. Flags after `--` are added to all runs.
+
+Without it, both sides train the same random Qwen3 model in bfloat16 on the same prompts (64 prompts of 512 tokens, 8
+samples each) with a random reward and up to 1,024 new tokens. The vocabulary has 151,936 tokens and one end-of-sequence
+token, so fewer than 1 % of responses stop early. GRPO runs without KL, with one AdamW step per rollout. Step time is
+measured from the end of one step to the end of the next: generation, reward, loss, backward pass, optimizer step,
+memory hand-over between trainer and engine, and the weight update.
 
 Precision favors TRL: it keeps weights and AdamW states in bfloat16, while furlong keeps float32 master weights and
 moments. TRL trains `--trl-rows` sequences at a time and generates `--trl-generation-rows` at a time; set both to the
@@ -38,18 +44,19 @@ from trl_rival import furlong_words, random_reward, trl_config
 
 SAMPLES, PROMPT, NEW = 8, 512, 1024
 LR = 1e-6
+SHAPE_NAMES = ("tiny", "0.6b", "1.7b", "4b", "8b", "30b-a3b", "tiny-moe")  # of train_mfu, which imports torch
 
 
 def write_inputs(folder: Path, shape: str, prompts: int, prompt_len: int) -> tuple[Path, Path]:
     """Write a random model with a character tokenizer, and distinct prompts of `prompt_len` tokens."""
     import torch
-    from train_mfu import SHAPES, random_model
+    from train_mfu import SHAPES, write_random_model
 
     from furlong.models.tokenizer import build_tokenizer
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = folder / "model"
-    random_model(SHAPES[shape], torch.bfloat16, device, "sdpa").save_pretrained(model)
+    write_random_model(SHAPES[shape], model, device)
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(model)
     for name in ("config.json", "generation_config.json"):
@@ -64,12 +71,21 @@ def write_inputs(folder: Path, shape: str, prompts: int, prompt_len: int) -> tup
     return model, data
 
 
-def furlong_steps(model: Path, data: Path, folder: Path, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Train with `furlong train` and return the rows of metrics.jsonl."""
+def layout_words(layout: str, engine: str) -> list[str]:
+    """Return the flags of a layout, `N` or `A+B` GPUs."""
+    train, _, generate = layout.partition("+")
+    words = ["--engine", engine, "--actor-num-gpus-per-node", train, "--rollout-num-gpus", generate or train]
+    return [*words, *(["--async-buffer-size", "1"] if generate else ["--colocate"])]
+
+
+def furlong_steps(
+    model: Path, data: Path, output: Path, options: argparse.Namespace, layout: list[str]
+) -> list[dict[str, float]]:
+    """Train with `furlong train`, print its steps and return the rows of metrics.jsonl that count."""
     words = furlong_words(
         model,
         data,
-        folder / "run",
+        output,
         prompts=options.prompts,
         samples=SAMPLES,
         new=options.new,
@@ -77,13 +93,40 @@ def furlong_steps(model: Path, data: Path, folder: Path, options: argparse.Names
         num_rollout=1 + options.steps,
         num_epoch=1 + options.steps,
         rollout_max_context_len=options.prompt_len + options.new,
-        max_tokens_per_gpu=options.max_tokens,
         no_use_tensorboard=True,
+        no_save_model=True,
+        **({"max_tokens_per_gpu": options.max_tokens} if options.max_tokens else {"use_dynamic_batch_size": False}),
     )
-    command = [sys.executable, "-m", "furlong", "train", *words, *options.furlong]
+    command = [sys.executable, "-m", "furlong", "train", *words, *layout, *options.furlong]
     print("furlong:", " ".join(command[1:]), flush=True)
     subprocess.run(command, check=True, timeout=options.timeout)
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        shown = {n: round(v, 3) for n, v in row.items() if n.startswith("perf/") and n.endswith("time")}
+        print(f"furlong step {row['step']}: {shown}", flush=True)
+    return rows[len(rows) // 2 :]
+
+
+def layouts_table(steps: dict[str, list[dict[str, float]]], samples: int) -> str:
+    """Return the medians of each layout in Markdown."""
+    columns = {
+        "step, s": ("step_time",),
+        "rollout": ("rollout_time",),
+        "training": ("train_time",),
+        "weight update": ("update_weights_time",),
+        "hand-over": ("sleep_time", "wake_up_time", "offload_rollout_time", "onload_rollout_time"),
+    }
+    lines = [f"| GPUs | {' | '.join(columns)} | samples/s | scaling |", "|---" * (len(columns) + 3) + "|"]
+    first = 0.0
+    for layout, rows in steps.items():
+        sums = [[sum(row.get(f"perf/{name}", 0.0) for name in names) for row in rows] for names in columns.values()]
+        medians = [statistics.median(each) for each in sums]
+        speed = samples / medians[0]
+        each = speed / sum(map(int, layout.split("+")))
+        first = first or each
+        cells = [*(f"{seconds:.2f}" for seconds in medians), f"{speed:.1f}", f"{each / first:.3f}"]
+        lines.append(f"| {layout} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def trl_steps(model: Path, data: Path, folder: Path, options: argparse.Namespace) -> list[float]:
@@ -178,12 +221,18 @@ def trl_worker(model: Path, data: Path, result: Path, options: argparse.Namespac
 def main() -> None:
     """Time furlong and TRL, and print the ratio."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", default="0.6b", choices=["tiny", "0.6b", "1.7b", "4b"])
+    parser.add_argument("--shape", default="0.6b", choices=SHAPE_NAMES)
     parser.add_argument("--steps", type=int, default=2, help="timed steps, after one warm-up step")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--prompt-len", type=int, default=PROMPT)
     parser.add_argument("--new", type=int, default=NEW)
-    parser.add_argument("--max-tokens", type=int, default=32768, help="maximum tokens of furlong's micro-batches")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        help="maximum tokens of furlong's micro-batches (default: 32768; with --gpus by memory)",
+    )
+    parser.add_argument("--gpus", nargs="+", metavar="N|A+B", help="layouts of furlong, without a rival")
+    parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang", help="of these layouts")
     parser.add_argument("--trl-rows", type=int, default=16, help="sequences per TRL training micro-batch")
     parser.add_argument(
         "--trl-generation-rows", type=int, default=0, help="sequences per TRL generation batch; 0: all of a step"
@@ -206,13 +255,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model, data = write_inputs(folder, options.shape, options.prompts, options.prompt_len)
+        if options.gpus:
+            steps: dict[str, list[dict[str, float]]] = {}
+            for each in options.gpus:
+                try:
+                    steps[each] = furlong_steps(model, data, folder / each, options, layout_words(each, options.engine))
+                except subprocess.CalledProcessError as error:
+                    print(f"{each}: exit code {error.returncode}", flush=True)
+            print(layouts_table(steps, options.prompts * SAMPLES))
+            return
+        options.max_tokens = options.max_tokens or 32768
         ours = None
         if not options.no_furlong:
-            rows = furlong_steps(model, data, folder, options)
-            for row in rows:
-                shown = {n: round(v, 3) for n, v in row.items() if n.startswith("perf/") and n.endswith("time")}
-                print(f"furlong step {row['step']}: {shown}", flush=True)
-            ours = statistics.median(row["perf/step_time"] for row in rows[1:])
+            rows = furlong_steps(model, data, folder / "run", options, [])
+            ours = statistics.median(row["perf/step_time"] for row in rows)
             print(f"furlong: {ours:.2f} s/step", flush=True)
         if options.no_rival:
             return

@@ -26,11 +26,12 @@ gradient checkpointing if they do not fit without, and reports the fastest that 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,12 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from furlong.algo.policy_loss import PolicyLoss
-from furlong.config.sections import AlgoFlags, MegatronFlags, OptimFlags, TrainFlags
+from furlong.config.sections import AlgoFlags, MegatronFlags, MoeFlags, OptimFlags, TrainFlags
 from furlong.core.batch import RolloutBatch, pack_micro_batch
+from furlong.core.routing import Routes
+from furlong.models import hf_model as hf
 from furlong.models.packed_attention import IMPLEMENTATION
+from furlong.training.checkpoint import trainer_files
 from furlong.training.fsdp.backend import FsdpBackend
 from furlong.training.ranks import Ranks
 from furlong.training.settings import BackendSettings
@@ -55,7 +59,7 @@ RIVAL_STEPS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a Qwen3 model with tied embeddings."""
+    """Dimensions of a Qwen3 model."""
 
     hidden_size: int
     intermediate_size: int
@@ -64,12 +68,12 @@ class Shape:
     num_key_value_heads: int = 8
     head_dim: int = 128
     vocab_size: int = 151936
+    tie_word_embeddings: bool = True
 
     def config(self) -> Qwen3Config:
         """Return the transformers config."""
         return Qwen3Config(
             **vars(self),
-            tie_word_embeddings=True,
             max_position_embeddings=40960,
             rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
             bos_token_id=None,
@@ -111,11 +115,14 @@ class MoeShape:
 
 AnyShape = Shape | MoeShape
 
-SHAPES = {
+SHAPES: dict[str, Any] = {  # AnyShape
     "tiny": Shape(64, 160, 2, 4, 2, 16, 512),
     "0.6b": Shape(1024, 3072, 28, 16),
     "1.7b": Shape(2048, 6144, 28, 16),
     "4b": Shape(2560, 9728, 36, 32),
+    "8b": Shape(4096, 12288, 36, 32, tie_word_embeddings=False),
+    "30b-a3b": MoeShape(48),
+    "tiny-moe": MoeShape(2, 64, 32, 8, 2, 4, 2, 16, 512),
 }
 
 
@@ -176,11 +183,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds of each timed step, and peak memory in bytes."""
+    """Seconds of each timed step, and peak memory in bytes.
+
+    imbalance: tokens of the busiest expert over the mean, and of the busiest expert-parallel rank, means over layers.
+    """
 
     seconds: list[float]
     peak_bytes: int
     how: str
+    imbalance: tuple[float, float] | None = None
 
     @property
     def median(self) -> float:
@@ -194,7 +205,7 @@ def settings_of(folder: str, **options: Any) -> BackendSettings:
 
 
 class RandomBackend(FsdpBackend):
-    """FSDP backend that initializes random weights on its device (on rank 0) instead of loading a checkpoint."""
+    """FSDP backend that initializes random weights on its device, each rank its shards, instead of loading them."""
 
     def __init__(self, shape: AnyShape, *, ranks: Ranks | None = None, **options: Any) -> None:
         self._shape = shape
@@ -202,16 +213,15 @@ class RandomBackend(FsdpBackend):
             shape.config().save_pretrained(folder)
             super().__init__(settings_of(folder, **options), ranks=ranks)
 
-    def _load(self, folder: Path, *, prepare: Any, is_trained: bool = False) -> Any:
-        source = None
-        if self.ranks.rank == 0:
-            source = random_model(self._shape, self.settings.dtype, self.device, IMPLEMENTATION).eval()
-        if source is not None and not self.sharding.is_sharded:
-            prepare(source)
-            return self._pack(source)
+    def _load(self, folder: Path, *, prepare: Any, is_trained: bool = False, role: Any = "actor") -> Any:  # noqa: ARG002
+        if not self.sharding.is_sharded:
+            model = random_model(self._shape, self.settings.dtype, self.device, IMPLEMENTATION).eval()
+            prepare(model)
+            return self._pack(model)
         how: dict[str, Any] = {"dtype": self.settings.dtype, "prepare": prepare, "pack": self._pack}
         packed = self.sharding.build(folder, is_trained=is_trained, **how)
-        self.sharding._fill(packed.model, source)
+        torch.manual_seed(self.ranks.rank)
+        packed.model.initialize_weights()
         return packed
 
 
@@ -223,8 +233,20 @@ def used_parameters(shape: AnyShape) -> int:
     if isinstance(shape, MoeShape):
         experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
         count -= experts - experts * shape.num_experts_per_tok // shape.num_experts
-        count -= shape.vocab_size * shape.hidden_size
-    return count
+    return count if model.config.tie_word_embeddings else count - shape.vocab_size * shape.hidden_size
+
+
+def dealt_routes(num_tokens: int, shape: MoeShape) -> Routes:
+    """Return routes that deal the experts to the tokens in turn, in every layer: forced balance."""
+    order = np.arange(num_tokens * shape.num_experts_per_tok) % shape.num_experts
+    return np.repeat(order.reshape(num_tokens, 1, -1), shape.num_hidden_layers, 1).astype(np.int16)
+
+
+def imbalance_of(routes_lTK: torch.Tensor, num_experts: int, expert_parallel: int) -> tuple[float, float]:
+    """Return `Result.imbalance` of the routers' choices."""
+    load_lE = torch.stack([torch.bincount(one.flatten().long(), minlength=num_experts) for one in routes_lTK]).float()
+    of_ranks = load_lE.unflatten(1, (expert_parallel, -1)).sum(-1)
+    return tuple(float((load.amax(1) / load.mean(1)).mean()) for load in (load_lE, of_ranks))  # pyright: ignore[reportReturnType]  two
 
 
 def megatron_backend(config: Any, ranks: Ranks, **options: Any) -> Any:
@@ -244,6 +266,24 @@ def random_model(shape: AnyShape, dtype: torch.dtype, device: torch.device, atte
     torch.manual_seed(0)
     with device:
         return AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, attn_implementation=attention)
+
+
+def write_random_model(shape: AnyShape, folder: Path, device: torch.device) -> None:
+    """Write a folder with random bfloat16 weights, one tensor at a time, so the model need not fit in memory."""
+    config = shape.config()
+    config.save_pretrained(folder)
+    model = hf.build_empty(folder, dtype=torch.bfloat16)
+    config.dtype, config.architectures = torch.bfloat16, [type(model).__name__]
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        for name, parameter in hf.named_tensors(model):
+            whole = torch.ones(parameter.shape, dtype=torch.bfloat16, device=device)  # norms
+            yield from hf.on_disk(model, name, whole if whole.ndim == 1 else whole.normal_(std=0.02))
+
+    hf.write_index(folder, trainer_files.write(folder, hf.part_name, tensors(), Ranks(), for_manifest=False))
 
 
 def timed(
@@ -269,18 +309,14 @@ def timed(
     return Result(seconds, peak, how())
 
 
-def build(name: str, shape: AnyShape, device: torch.device, ranks: Ranks, expert: int = 1) -> Any:
-    """Build the furlong backend `name` for one rank."""
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "ranks": ranks}
+def build(name: str, shape: AnyShape, device: torch.device, ranks: Ranks, **sections: Any) -> Any:
+    """Build the furlong backend `name` for one rank. sections: of flags, by their names in `BackendSettings`."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "ranks": ranks, **sections}
     if name == "fsdp":
         return RandomBackend(shape, **options)
-    train = TrainFlags(
-        tensor_model_parallel_size=ranks.tensor,
-        expert_model_parallel_size=expert,
-        sequence_parallel=ranks.tensor > 1,
-    )
-    megatron = MegatronFlags(expert_tensor_parallel_size=1)
-    return megatron_backend(shape.config(), train=train, megatron=megatron, **options)
+    train = TrainFlags(tensor_model_parallel_size=ranks.tensor, sequence_parallel=ranks.tensor > 1)
+    defaults: dict[str, Any] = {"train": train, "megatron": MegatronFlags(expert_tensor_parallel_size=1)}
+    return megatron_backend(shape.config(), **defaults | options)
 
 
 def furlong_result(
@@ -291,11 +327,18 @@ def furlong_result(
     device: torch.device,
     profile: Path | None = None,
     ranks: Ranks = Ranks(),  # noqa: B008  frozen
-    expert: int = 1,
+    **sections: Any,
 ) -> Result:
-    """Time training with a furlong backend; with multiple ranks, each processes all of `task`."""
-    backend = build(name, shape, device, ranks, expert)
+    """Time training with a furlong backend; with multiple ranks, each processes all of `task`.
+
+    With --use-rollout-routing-replay experts are dealt in turn; with --use-routing-replay the routers choose, and their
+    imbalance in the first micro-batch is measured after the timed steps.
+    """
+    backend = build(name, shape, device, ranks, **sections)
     batch, loss = task.batch(shape.vocab_size), PolicyLoss(AlgoFlags())
+    moe: MoeFlags = sections.get("moe", MoeFlags())
+    if isinstance(shape, MoeShape) and moe.use_rollout_routing_replay:
+        batch = dataclasses.replace(batch, routed_experts=dealt_routes(len(batch.tokens), shape))
     weights = np.full(len(batch.loss_masks), 1 / len(batch.loss_masks), np.float32)
     ends = np.cumsum([len(lengths) for lengths in task.lengths()])
     micro_rows = np.split(np.arange(len(batch)), ends[:-1])
@@ -313,9 +356,15 @@ def furlong_result(
         layers = backend.recompute if name == "megatron" else backend.actor.layers
         recomputed = f"MLP recomputed in {layers.num_recomputed} of {len(layers.mlps)} layers"
         kept = f"{layers.kept_per_token / 1024:.0f} KiB kept per token"
-        return f"{'compiled' if layers.is_compiled else 'eager'}, {recomputed}, {kept}"
+        return f"{'compiled' if layers.is_compiled else 'eager'}, {recomputed}, {kept}" if layers.mlps else ""
 
     result = timed(step, steps, device, how)
+    routes: Any = None if batch.routed_experts is None else torch.from_numpy(batch.routed_experts).transpose(0, 1)
+    if moe.use_routing_replay:
+        routes = backend.log_probs(pack_micro_batch(batch, micro_rows[0], weights, device=device)).policy_routes
+    if isinstance(shape, MoeShape) and routes is not None:
+        expert_parallel = backend.settings.train.expert_model_parallel_size
+        result = dataclasses.replace(result, imbalance=imbalance_of(routes, shape.num_experts, expert_parallel))
     if profile is not None:
         write_profile(step, profile)
     return result
