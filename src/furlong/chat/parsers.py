@@ -150,7 +150,10 @@ def _call_of_texts(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) ->
             arguments[key] = text
         except ValueError:
             arguments[key] = {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
-    return ToolCall(name, _text_of(arguments))
+    try:
+        return ToolCall(name, _text_of(arguments))
+    except UnusableValueError:
+        return None
 
 
 # -- calls as JSON: Hermes and Qwen3, Llama 3, Mistral, DeepSeek -------------------------------------------------
@@ -222,7 +225,7 @@ def parse_mistral(text: str, tools: Tools) -> ParsedReply:
 
 def _listed_calls(text: str) -> list[ToolCall]:
     """Return the calls of `[{...}, {...}]`; none if any is ill-formed. Raises ValueError."""
-    calls = [call_from_value(value) for value in read_json(text)[0]]
+    calls = [call_from_value(value) for value in _whole_json(text)]
     return [] if None in calls else [call for call in calls if call is not None]
 
 
@@ -252,11 +255,13 @@ def parse_deepseek(text: str, tools: Tools) -> ParsedReply:
     content, found, block = text.partition(_DEEPSEEK_BEGIN)
     if not found:
         return ParsedReply(text)
-    pieces = block.partition(_DEEPSEEK_END)[0].split(_DEEPSEEK_CALL)
-    calls = [_deepseek_call(piece.partition(_DEEPSEEK_CALL_END)[0]) for piece in pieces[1:]]
-    if not calls or None in calls:
+    block, _, after = block.partition(_DEEPSEEK_END)
+    before, *pieces = block.split(_DEEPSEEK_CALL)
+    parts = [piece.partition(_DEEPSEEK_CALL_END) for piece in pieces]
+    calls = [_deepseek_call(part[0]) for part in parts]
+    if not calls or None in calls or "".join((before, *(part[2] for part in parts))).strip():
         return ParsedReply(text, num_ill_formed=1)
-    return ParsedReply(content.rstrip(), None, [call for call in calls if call is not None])
+    return ParsedReply((content + after).rstrip(), None, [call for call in calls if call is not None])
 
 
 def _deepseek_call(text: str) -> ToolCall | None:

@@ -89,6 +89,8 @@ QWEN: list[Row] = [
     (h("<function=add><parameter=a>1</parameter><parameter=a>2</parameter></function>"), [], None, 1),
     (h("<function=add>x<parameter=a>1</parameter></function>"), [], None, 1),
     (h("<function=>"), [], None, 1),
+    (h("<function=add><parameter=b>\ud800</parameter></function>"), [], None, 1),
+    (h("<function=f><parameter=x></tool_call></parameter></function>"), [], None, 1),
     (h(JSON), [], None, 1),
 ]  # fmt: skip
 GLM: list[Row] = [
@@ -101,6 +103,7 @@ GLM: list[Row] = [
     (h("add<arg_key>a</arg_key>x<arg_value>1</arg_value>"), [], None, 1),
     (h("add<arg_key>a</arg_key><arg_value>Infinity</arg_value>"), [], None, 1),
     (h("add more words"), [], None, 1),
+    (h("add<arg_key>b</arg_key><arg_value>\ud800</arg_value>"), [], None, 1),
     (h(""), [], None, 1),
 ]
 LLAMA: list[Row] = [
@@ -129,6 +132,8 @@ MISTRAL: list[Row] = [
     ('[TOOL_CALLS]say[ARGS]{"text": "[TOOL_CALLS]"}', [("say", {"text": "[TOOL_CALLS]"})], "", 0),
     ('[TOOL_CALLS][{"name": "add", "arguments": 3}]', [], None, 1),
     ("[TOOL_CALLS][]", [], None, 1),
+    (f"[TOOL_CALLS][{JSON}] more", [], None, 1),
+    (f"[TOOL_CALLS][{JSON}][TOOL_CALLS][{JSON}]", [], None, 1),
     (f"[TOOL_CALLS]{DEEP}", [], None, 1),
     (f"[TOOL_CALLS]add[ARGS]{ARGUMENTS} more", [], None, 1),
     ("[TOOL_CALLS]two words{}", [], None, 1),
@@ -141,6 +146,9 @@ DEEPSEEK: list[Row] = [
     (d(f"add{D_SEP}{ARGUMENTS}", f"function{D_SEP}add\n```json\n{ARGUMENTS}\n```"), [ADD, ADD], "", 0),
     (d(f"function_lookup{D_SEP}{{}}"), [("function_lookup", {})], "", 0),
     (d(f"functional{D_SEP}{{}}"), [("functional", {})], "", 0),
+    ("hi" + d(f"add{D_SEP}{ARGUMENTS}") + " there", [ADD], "hi there", 0),
+    (f"{D_CALLS}and {D_CALL}add{D_SEP}{ARGUMENTS}{D_END}{D_ENDS}", [], None, 1),
+    (f"{D_CALLS}{D_CALL}add{D_SEP}{ARGUMENTS}{D_END}and{D_CALL}add{D_SEP}{{}}{D_END}{D_ENDS}", [], None, 1),
     (f"{D_CALLS}{D_CALL}add{D_SEP}{ARGUMENTS}", [ADD], "", 0),
     (d(f"add{D_SEP}other\n```json\n{ARGUMENTS}\n```"), [], None, 1),
     (d(f"add{D_SEP}{{a}}"), [], None, 1),
