@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import warm_python
-from launch_commands import launch_scripts, training_commands
+from launch_commands import FAILURE, launch_scripts, training_commands
 from launch_standins import Flags, model_config, rewrite_paths, write_model, write_prompts
 
 HIDDEN = ("slime", "miles", "train.py", "train_async.py", ".git", "runs")  # of the checkout: furlong takes their place
@@ -46,7 +46,12 @@ ON_PURPOSE = {
 }
 WAITING = {
     "slime's imports": ("no module slime", "the module slime"),
-    "model family": ("--train-backend megatron supports", "unknown to the installed transformers", "has none"),
+    "model family": (
+        "--train-backend megatron supports",
+        "which no training backend supports",
+        "unknown to the installed transformers",
+        "has none",
+    ),
 }
 GUIDES = Path(__file__).resolve().parent.parent / "docs" / "guides"
 CODING_AGENT = GUIDES.parents[1] / "examples" / "coding_agent"  # modules that coding_agent_rl imports
@@ -63,8 +68,8 @@ Miles has {total} launch scripts at commit 31f1ca9 that start training: bash scr
 default arguments. With `--engine sglang` added, `--train-backend megatron` where the script has no backend, and paths
 of your own, {passed} of them pass furlong's checks, which [slime's launch scripts](slime-scripts.md) explains.
 The others are refused before anything starts: {reasons}. "flags" are flags or functions that furlong does not have,
-"no command" are launchers that need files or settings of their cluster, and "no stand-in" are models without a family
-here."""
+"no command" are launchers that need a model, data or packages of their own, and "no stand-in" are models without a
+family here."""
 PAGE = """\
 # slime's launch scripts
 
@@ -172,7 +177,9 @@ def verdict_of(
     place = slime_dir if script.suffix == ".py" else root  # launchers in Python need the modules of the checkout
     commands = training_commands(place / script, place, scratch)
     if not commands:
-        return Verdict(str(script), "refused", "no command", ("the script starts no training command",))
+        failure = scratch / FAILURE
+        reason = f": {failure.read_text()}" if failure.exists() else " without arguments"
+        return Verdict(str(script), "refused", "no command", (f"the script starts no training command{reason}",))
     command = commands[-1]
     notes = ["its command lacks a backslash, so the shell passes only a part of it"] * command.lacks_backslash
     flags = by_flag(command.words)

@@ -16,13 +16,22 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-ENTRY_POINTS = ("train.py", "train_async.py")
+ENTRY_POINTS = ("train.py", "train_async.py", "train_multi_lora_async.py")
 TOOLS = ("awk", "basename", "cat", "cut", "date", "dirname", "expr", "grep", "head", "sed", "seq", "tail", "tr", "wc")
 PYTHON_WORDS = ((), ("train",), ("full-train",))  # arguments to try; some launchers have subcommands
+# What scripts ask their users for, by a part of their path: words and variables.
+ARGUMENTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "p2p_weight_transfer/run-": (("broadcast", "0", "127.0.0.1"), {}),  # a mode, and the rank and address of the node
+    "single_round/run_sft.py": ((), {"MILES_DATASET_TRANSFORM_ID": "id"}),
+    "run-glm47-flash-agentic-async.py": (("--num-nodes", "2"), {}),
+    "run_deepseek_v32.py": (("train", "--actor-num-nodes", "16", "--rollout-num-gpus", "64"), {}),
+    "run_nemotron_3_ultra": (("train", "--num-nodes", "16"), {}),
+}
+FAILURE = "failure"  # file of the scratch folder: why a launcher in Python started nothing
 TIME_LIMIT_S = 20
 CALLS_TRAINING = re.compile(r"\btrain(_async)?\.py\b")
 PYTHON_LAUNCH = re.compile(r"^(?!\s*def ).*\bexecute_train\(")
@@ -51,6 +60,7 @@ record() {
 command_not_found_handle() {
   case "$1" in --[a-z]*) printf '%s\\0' $'\\002' "$@" $'\\001' >&"$CAPTURE_FD" ;; *) record "$@" ;; esac
 }
+python3() { case "$*" in *cluster_resources*) echo 1000000 ;; *) record python3 "$@" ;; esac; }
 set() { :; }
 kill() { :; }
 mktemp() { echo "$HOME/file.$RANDOM$RANDOM"; }
@@ -99,6 +109,7 @@ def training_commands(script: Path, root: Path, scratch: Path) -> list[TrainingC
     `root` is the checkout and the working directory; `scratch` is an empty folder for tools and a home. Ends after
     `TIME_LIMIT_S`; commands recorded until then count.
     """
+    asked = next((arguments for part, arguments in ARGUMENTS.items() if part in str(script)), ((), {}))
     tools, home = scratch / "bin", scratch / "home"
     for folder in (tools, home):
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,11 +118,12 @@ def training_commands(script: Path, root: Path, scratch: Path) -> list[TrainingC
         if target is not None and not (tools / name).exists():
             (tools / name).symlink_to(target)
     if script.suffix == ".py":
-        return _python_commands(script, root, scratch)
+        return _python_commands(script, root, scratch, *asked)
     (scratch / "prelude.sh").write_text(_PRELUDE, encoding="utf-8")
     reader, writer = os.pipe()
     environment = {
         **unset_variables(script.read_text(encoding="utf-8", errors="replace")),
+        **asked[1],
         "PATH": str(tools),
         "HOME": str(home),
         "TMPDIR": str(home),
@@ -120,7 +132,7 @@ def training_commands(script: Path, root: Path, scratch: Path) -> list[TrainingC
         "CAPTURE_FD": str(writer),
     }
     with subprocess.Popen(
-        [*_namespaces(), shutil.which("bash") or "/bin/bash", str(script)],
+        [*_namespaces(), shutil.which("bash") or "/bin/bash", str(script), *asked[0]],
         cwd=root,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -139,19 +151,26 @@ def training_commands(script: Path, root: Path, scratch: Path) -> list[TrainingC
     return _split(words)
 
 
-def _python_commands(script: Path, root: Path, scratch: Path) -> list[TrainingCommand]:
+def _python_commands(
+    script: Path, root: Path, scratch: Path, asked: tuple[str, ...], more: Mapping[str, str]
+) -> list[TrainingCommand]:
     """Run a launcher in Python with read-only files and without network or other processes, by bubblewrap."""
     (scratch / "record.py").write_text(_RECORDER, encoding="utf-8")
     sandbox = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--unshare-all", "--die-with-parent"]
     sandbox += ["--bind", str(scratch), str(scratch), "--chdir", str(root), "--clearenv"]
     variables = {"PATH": "/usr/bin:/bin", "HOME": str(scratch), "TMPDIR": str(scratch), "PYTHONPATH": str(root)}
-    for name, value in {**variables, "PYTHONDONTWRITEBYTECODE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in {**variables, **more, "PYTHONDONTWRITEBYTECODE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         sandbox += ["--setenv", name, value]
-    for words in PYTHON_WORDS:
+    for words in (asked,) if asked else PYTHON_WORDS:
         (scratch / "words").write_text("", encoding="utf-8")
         command = [*sandbox, sys.executable, str(scratch / "record.py"), str(scratch / "words"), str(script), *words]
         with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+            )
+            said = [line.strip(" │╭╰─╮╯") for line in done.stderr.splitlines()]
+            if "Got unexpected extra argument" not in done.stderr and "Missing command" not in done.stderr:
+                (scratch / FAILURE).write_text(next((line for line in reversed(said) if line), ""), encoding="utf-8")
         if recorded := (scratch / "words").read_text(encoding="utf-8"):
             return _split(recorded.split("\0")[:-1])
     return []

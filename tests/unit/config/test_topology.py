@@ -126,11 +126,12 @@ def test_flags_of_one_training_backend_and_sizes_that_do_not_fit_are_refused():
         ),
         (
             {"train_backend": "megatron", "expert_model_parallel_size": 4, "pipeline_model_parallel_size": 2},
-            "does not divide the 2 training processes of a pipeline stage",
+            "does not divide the 2 training processes of a pipeline stage; use --expert-model-parallel-size 2",
         ),
         (
             {"train_backend": "megatron", "expert_model_parallel_size": 4, "tensor_model_parallel_size": 2},
-            "4 x --expert-tensor-parallel-size 2, which follows --tensor-model-parallel-size = 8 does not divide the 4",
+            "4 x --expert-tensor-parallel-size 2, which follows --tensor-model-parallel-size = 8 does not divide the 4 "
+            "training processes of a pipeline stage; use --expert-tensor-parallel-size 1",
         ),
         ({"train_backend": "megatron", "recompute_granularity": "full"}, "full needs --recompute-method"),
         ({"train_backend": "megatron", "recompute_granularity": "selective"}, "--recompute-modules is not given"),

@@ -29,6 +29,12 @@ def test_an_unknown_model_type_is_an_error_with_the_known_ones():
             assert name in str(caught.value)
 
 
+def test_a_family_with_sparse_attention_is_not_sent_to_another_backend():
+    for model_type in ("glm_moe_dsa", "deepseek_v32"):
+        with pytest.raises(ConfigError, match=f"{model_type} has sparse-attention indexers, which no training backend"):
+            family_of(model_type)
+
+
 def test_only_layers_with_experts_have_a_router_and_only_families_with_experts_a_routing_rule():
     for model_type in (*DENSE, *MOE):
         hf, family = family_config(model_type), family_of(model_type)

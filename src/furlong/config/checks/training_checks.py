@@ -336,10 +336,12 @@ def parallel_problems(config: Config) -> Iterator[str]:
         )
     elif not odd and stage_ranks % (expert * expert_tensor):
         source = "" if own else ", which follows --tensor-model-parallel-size"
+        fitting = [n for n in range(1, expert) if not stage_ranks % (n * expert_tensor)]
+        smaller = f"--expert-model-parallel-size {fitting[-1]}" if fitting else "smaller sizes"
         yield (
             f"--expert-model-parallel-size {expert} x --expert-tensor-parallel-size {expert_tensor}{source} = "
-            f"{expert * expert_tensor} does not divide the {stage_ranks} training processes of a pipeline stage; give "
-            "smaller sizes" + ("" if own or expert_tensor == 1 else ", such as --expert-tensor-parallel-size 1")
+            f"{expert * expert_tensor} does not divide the {stage_ranks} training processes of a pipeline stage; use "
+            + (smaller if own or expert_tensor == 1 else "--expert-tensor-parallel-size 1")
         )
     modules = megatron.recompute_modules or ()
     if train.recompute_activations:

@@ -24,6 +24,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from furlong.errors import ConfigError
+from furlong.models.model_facts import REMEDY
 from furlong.training.megatron import families
 
 Join = Literal["one", "qkv", "gate_up", "fused_gate_up", "packed", "packed_gate_up", "gated_qkv", "by_key_head"]
@@ -123,6 +124,7 @@ SHARED_EXPERT = (
 
 
 USE_FSDP = "use --train-backend fsdp"
+INDEXED = ("deepseek_v32", "glm_moe_dsa")  # families that choose the tokens to attend to themselves
 
 
 @dataclass(frozen=True)
@@ -245,6 +247,8 @@ def known_families() -> Mapping[str, Family]:
 def family_of(model_type: str | None) -> Family:
     """Return the family of a config.json's `model_type`. Raises ConfigError listing the known ones for another."""
     known = known_families()
+    if model_type in INDEXED:
+        raise ConfigError(f"{model_type} has sparse-attention indexers, which no training backend supports: {REMEDY}")
     if model_type is None or model_type not in known:
         raise ConfigError(f"--train-backend megatron supports {', '.join(sorted(known))}, not {model_type}; {USE_FSDP}")
     return known[model_type]
