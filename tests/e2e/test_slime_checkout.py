@@ -19,25 +19,11 @@ from furlong.core import slime_modules
 from furlong.data.audit import audit
 from furlong.files.batch_file import load_batch
 from furlong.files.sample_file import load_samples
-from runs import argv_from_options, flags, is_finite, rows, train, write_model
+from runs import argv_from_options, flags, is_finite, rows, train
 
 SLIME = os.environ.get("FURLONG_SLIME_DIR")
 STAND_INS = Path(__file__).parents[1] / "helpers" / "slime_stand_ins"
-CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
 pytestmark = pytest.mark.skipif(SLIME is None, reason="needs a checkout of slime: set FURLONG_SLIME_DIR")
-
-
-@pytest.fixture(scope="module")
-def long_model(tmp_path_factory):
-    """A model with room for the prompts of the examples, and a chat template."""
-    folder = write_model(tmp_path_factory.mktemp("long") / "model", max_position_embeddings=4096)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT}))
-    return folder
 
 
 EXAMPLES = {  # folder on the path, generate function, reward function, keys of the prompts

@@ -138,6 +138,16 @@ def test_agents_of_both_apis_are_trained_through_adapters(chat_model, data, tmp_
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-4 for row in rows(tmp_path / "run") if row["step"])
 
 
+def test_a_function_in_the_form_of_miles_fans_out(go):
+    _, batches, samples = go("generate_in_halves")
+    for version, batch in enumerate(batches):
+        assert set(batch.columns["token_versions"][batch.loss_masks == 1].tolist()) == {version}
+    assert len(samples[0]) == 2 * 16
+    for first, second in zip(samples[0][::2], samples[0][1::2], strict=True):
+        assert second.tokens[: len(first.tokens)] == first.tokens
+        assert sum(first.loss_mask) + sum(second.loss_mask) == second.response_length
+
+
 def test_a_new_sample_without_log_probs_is_trained_on(go):
     _, batches, samples = go("generate_with_user")
     assert {sample.metadata["steps"] for sample in samples[0]} == {2}
@@ -162,6 +172,7 @@ def test_a_whole_rollout_of_the_user(go, data):
         eval_prompt_data=["held_out", data],
     )
     assert [row["rollout/mine"] for row in shown] == [1, 2]
+    assert "source" not in shown[0]
     assert shown[0]["eval/held_out"] == 0.5
     assert has_versions(batches)
     assert len(batches[0]) == 16

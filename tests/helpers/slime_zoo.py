@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import aiohttp
 import httpx
 import torch
+from miles.rollout.base_types import GenerateFnInput, GenerateFnOutput
+from miles.rollout.generate_hub.single_turn import generate as generate_single_turn
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.aiohttp_threaded import FilteredAccessLogger, run_app_in_thread
 from slime.agent.harness import BaseHarness, HarnessContext
@@ -245,11 +247,25 @@ def generate_rollout(args, rollout_id, data_buffer, evaluation=False):
     if evaluation:
         return {"held_out": {"rewards": [1.0, 0.0], "truncated": [False, False]}}
     assert args.rollout_global_dataset
+    args.calls_of_mine = getattr(args, "calls_of_mine", 0) + 1
     groups = data_buffer.get_samples(args.rollout_batch_size + 1)
     data_buffer.add_samples([groups.pop()])
     done = run(roll(args, groups))
     kept = [group for group in done if call_dynamic_filter(None, args, group).keep]
-    return RolloutFnTrainOutput(samples=kept, metrics={"rollout/mine": rollout_id + 1})
+    return RolloutFnTrainOutput(samples=kept, metrics={"rollout/mine": args.calls_of_mine, "source": "zoo"})
+
+
+async def generate_in_halves(input: GenerateFnInput) -> GenerateFnOutput:
+    """In the form of Miles: split a response into two samples of one rollout."""
+    whole = (await generate_single_turn(input)).samples
+    assert input.args.n_samples_per_prompt == 4
+    whole.rollout_id, cut = whole.index, whole.response_length // 2
+    first, second = copy.deepcopy(whole), copy.deepcopy(whole)
+    first.tokens = whole.tokens[: len(whole.tokens) - whole.response_length + cut]
+    first.response_length, first.loss_mask = cut, whole.loss_mask[:cut]
+    first.rollout_log_probs = whole.rollout_log_probs[:cut]
+    second.loss_mask = [0] * cut + whole.loss_mask[cut:]
+    return GenerateFnOutput(samples=[first, second])
 
 
 class Worker:

@@ -1,4 +1,4 @@
-"""`args`, the flat view of a Config that user functions receive, as in slime; only generate functions may change it."""
+"""`args`, the flat view of a Config that user functions receive, as in slime. Only generate functions change flags."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from furlong.config.compat import find_refusal
 from furlong.config.flag_spec import flag_specs
+from furlong.config.passthrough import FIELDS, OptionList
 from furlong.config.sections import Config
 from furlong.core.addresses import bracketed, host_and_port
 from furlong.core.text import did_you_mean
@@ -16,47 +17,56 @@ ROUTED = ("sglang_router_ip", "sglang_router_port", "sglang_model_routers")
 
 
 class Args:
-    """All fields of all sections as attributes. Read-only, but for the copy of one call; can be pickled and copied.
+    """All fields of all sections as attributes; can be pickled and copied. Flags are read-only, except in `for_call`.
 
     `routers` are host and port of the router of each served model, available as `args.sglang_model_routers`. As in
     slime, that of the trained model is also `args.sglang_router_ip`, an IPv6 address in brackets, and
-    `args.sglang_router_port`. `changed`: values that a call of a generate function has set, which last until it ends.
+    `args.sglang_router_port`. `changed`: values that functions have set: those of other names than flags last as long
+    as the process, and those of a call of a generate function until it ends.
 
     >>> args = Args(Config())
+    >>> args.calls = 1
     >>> call = args.for_call()
-    >>> call.rollout_temperature, call.turns = 0.5, 3
-    >>> args.rollout_temperature, call.rollout_temperature, call.turns
-    (1.0, 0.5, 3)
+    >>> call.rollout_temperature, call.calls = 0.5, 3
+    >>> args.rollout_temperature, call.rollout_temperature, args.calls, call.calls
+    (1.0, 0.5, 1, 3)
     """
 
-    __slots__ = ("_changed", "_config", "_routers")
+    __slots__ = ("_changed", "_config", "_is_of_call", "_routers")
     _config: Config
     _routers: dict[str, tuple[str, int]]
-    _changed: dict[str, Any] | None
+    _changed: dict[str, Any]
+    _is_of_call: bool
 
     def __init__(
         self,
         config: Config,
         routers: Mapping[str, tuple[str, int]] | None = None,
         changed: Mapping[str, Any] | None = None,
+        is_of_call: bool = False,
     ) -> None:
         object.__setattr__(self, "_config", config)
         object.__setattr__(self, "_routers", dict(routers or {}))
-        object.__setattr__(self, "_changed", None if changed is None else dict(changed))
+        object.__setattr__(self, "_changed", dict(changed or {}))
+        object.__setattr__(self, "_is_of_call", is_of_call)
 
     def for_call(self) -> Args:
         """Return a copy that one call of a generate function may change."""
-        return Args(self._config, self._routers, {})
+        return Args(self._config, self._routers, self._changed, is_of_call=True)
 
     def __getattr__(self, name: str) -> Any:
         """Return a flag. Raises AttributeError with the closest name, or why a slime flag is not supported."""
         specs = flag_specs(Config)
-        if self._changed and name in self._changed:
+        if name in self._changed:
             return self._changed[name]
         if self._routers and name in ROUTED:
             return self._routed()[name]
         if (spec := specs.get(name)) is not None:
             return spec.value_in(self._config)
+        program, _, option = name.partition("_")
+        if program in FIELDS and (known := OptionList.of(program).options.get(option.replace("_", "-"))) is not None:
+            given: Mapping[str, Any] = getattr(self._config.engines, FIELDS[program])
+            return given.get(option, False if known.kind == "switch" else None)  # None: the default of the program
         if name == "qkv_format":  # functions written for Miles ask
             return "thd"
         if (why := find_refusal(f"--{name.replace('_', '-')}")) is not None:
@@ -65,20 +75,18 @@ class Args:
         raise AttributeError(f"args has no {name}; {hint or '`furlong train --help` lists all names'}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._changed is None:
+        if not self._is_of_call and (name in flag_specs(Config) or name in ROUTED):
             raise ConfigError(
-                f"args is read-only, but {name} was set to {value!r}; set the flag of the run instead, or keep state "
-                "in sample.metadata or in your module"
+                f"the flags in args are read-only, but {name} was set to {value!r}; set the flag of the run instead, "
+                "or another attribute of args"
             )
         if name.startswith("_"):
             raise ConfigError(f"args.{name} cannot be set: names with an underscore are reserved; use another name")
         self._changed[name] = value
 
     def __delattr__(self, name: str) -> None:
-        if self._changed is None:
-            raise ConfigError(f"args is read-only, but {name} was deleted; remove that statement")
         if name not in self._changed:
-            raise AttributeError(f"args.{name} was not set in this call; only such values can be deleted")
+            raise AttributeError(f"args.{name} was not set by a function; only such values can be deleted")
         del self._changed[name]
 
     def __dir__(self) -> list[str]:
@@ -90,7 +98,7 @@ class Args:
     __hash__ = None  # pyright: ignore[reportAssignmentType]  sections hold dicts, so equal views cannot hash
 
     def __reduce__(self) -> tuple[type[Args], tuple[Any, ...]]:
-        return (Args, (self._config, self._routers, self._changed))
+        return (Args, (self._config, self._routers, self._changed, self._is_of_call))
 
     def __repr__(self) -> str:
         return f"Args({len(flag_specs(Config))} flags)"
@@ -98,7 +106,7 @@ class Args:
     def as_dict(self) -> dict[str, Any]:
         """Return all values by name, like `vars(args)` in slime."""
         flags = {name: spec.value_in(self._config) for name, spec in flag_specs(Config).items()}
-        return flags | self._routed() | (self._changed or {})
+        return flags | self._routed() | self._changed
 
     def _routed(self) -> dict[str, Any]:
         if not self._routers:

@@ -23,7 +23,7 @@ from furlong.config.sections.sessions import TOOL_PARSERS
 from furlong.config.topology import uses_ray
 from furlong.core.sample import Sample
 from furlong.core.user_code import is_async, with_hook_errors
-from furlong.core.user_functions import Function, accepted_keywords, load_function, reward_style
+from furlong.core.user_functions import Function, accepted_keywords, load_function, reward_style, takes_input
 from furlong.core.user_objects import object_name
 from furlong.errors import ConfigError
 
@@ -151,6 +151,8 @@ def check_signature(hook: Hook, function: Function) -> str | None:
         return f"{hook.flag}: {name} is not async; write {hook.signature}"
     if hook.calling == "sync" and is_async(function):
         return f"{hook.flag}: {name} is async, but its result is not awaited; write {hook.signature}"
+    if hook.flag == "--custom-generate-function-path" and takes_input(function):
+        return None
     missing = [method for method in hook.methods if not hasattr(function, method)]
     if missing:
         return f"{hook.flag}: {name} has no {', '.join(missing)}; write a {hook.signature}"

@@ -73,6 +73,14 @@ MILES_FLAGS = {
     "--use-dynamic-global-batch-size": MilesFlag(
         instead="a step has --global-batch-size completions, however many samples they become"
     ),
+    "--moe-flex-dispatcher-backend": MilesFlag(instead="tokens are sent with NCCL's all-to-all"),
+    "--sglang-router-policy": MilesFlag(
+        "--sglang-router-strategy {}",
+        values=(
+            ("consistent_hashing", "manual"),
+            *((name, name) for name in ("cache_aware", "round_robin", "random", "power_of_two", "manual")),
+        ),
+    ),
     "--sglang-tp-size": MilesFlag(
         instead="--rollout-num-gpus-per-engine sets it", same_as="rollout_num_gpus_per_engine"
     ),

@@ -20,7 +20,11 @@ CORRECTIONS = {  # values of --custom-tis-function-path, by --tis-mode
 DEFAULTS = {
     "rollout_function_path": (GENERATION,),
     "eval_function_path": (GENERATION,),
-    "custom_generate_function_path": ("slime.rollout.sglang_rollout.generate", AGENTIC),
+    "custom_generate_function_path": (
+        "slime.rollout.sglang_rollout.generate",
+        "slime.rollout.generate_hub.single_turn.generate",
+        AGENTIC,
+    ),
     "data_source_path": (
         "slime.rollout.data_source.RolloutDataSource",
         "slime.rollout.data_source.RolloutDataSourceWithBuffer",

@@ -90,6 +90,13 @@ def _extended_routes(known: Any, routes: Any, meta_info: Mapping[str, Any], num_
     return extend_routes(routes, routes_from_meta(meta_info, num_tokens, routes))
 
 
+class _Uncounted:
+    """Counters that slime's samples have: cached and speculated tokens are counted for the whole run."""
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
 @dataclass
 class Sample:
     """One prompt, its response and everything that training needs to know about it.
@@ -143,10 +150,12 @@ class Sample:
 
     if not TYPE_CHECKING:  # type checkers must still report wrong names
 
-        def __getattr__(self, name: str) -> None:
+        def __getattr__(self, name: str) -> Any:
             """Return None for what slime's samples have and no run here sets; raise AttributeError for other names."""
+            if name in ("prefix_cache_info", "spec_info"):
+                return _Uncounted()
             if name in _NEVER_SET:
-                return
+                return None
             raise AttributeError(
                 f"a Sample has no {name}; attributes that your functions set reach rewards, dumps and checkpoints if "
                 "they are JSON values: set it first, or store it in `metadata`"

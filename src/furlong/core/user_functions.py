@@ -49,6 +49,11 @@ def load_function(path: str) -> Function:
     return target
 
 
+def takes_input(function: Function) -> bool:
+    """Return whether a generate function has the form of Miles, `fn(input) -> GenerateFnOutput`."""
+    return list(inspect.signature(function).parameters) == ["input"]
+
+
 def accepted_keywords(function: Function, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return those of `names` that a function has as parameters; all of them if it has `**kwargs`."""
     parameters = inspect.signature(function).parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import logging
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -23,6 +24,7 @@ from furlong.rollout.train_batch import Conversion, batch_from_groups
 from furlong.rollout.user_samples import check_sample
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class ReplayRollout:
@@ -102,6 +104,7 @@ class FunctionRollout:
         self._source = HookSource(source, ledger)
         self._conversion, self._args = conversion, args
         self._report = report or SampleReport()
+        self._no_numbers: set[str] = set()
 
     async def produce(self, rollout_id: int) -> RolloutBatch | None:
         """Call the function and account for every group it took."""
@@ -125,7 +128,7 @@ class FunctionRollout:
             self._on_groups(rollout_id, groups)
         batch = batch_from_groups(rollout_id, groups, self._conversion)
         seconds = time.monotonic() - started
-        metrics = {name: mean(float(value)) for name, value in extra.items()} | {"perf/rollout_time": total(seconds)}
+        metrics = self._numbers(extra) | {"perf/rollout_time": total(seconds)}
         batch.metrics.update(self._report.of_rollout(rollout_id, groups, metrics, seconds))
         return batch
 
@@ -174,7 +177,7 @@ class FunctionRollout:
                 f"{shortened(result)} for evaluation=True; it must return a dict of sets with their rewards, such as "
                 '{"aime": {"rewards": [1.0, 0.0]}}, or a RolloutFnEvalOutput'
             )
-        plain: dict[str, float] = {} if isinstance(result, dict) else result.metrics or {}
+        plain: dict[str, Any] = {} if isinstance(result, dict) else result.metrics or {}
         metrics: Metrics = {}
         for name, columns in data.items():
             samples = columns.get("samples") or ()
@@ -188,8 +191,22 @@ class FunctionRollout:
                 metrics[f"eval/{name}-truncated_ratio"] = mean(
                     sum(map(bool, truncated)) / len(truncated), len(truncated)
                 )
-        extra = {name: mean(float(value)) for name, value in plain.items()}
-        return self._report.of_evaluation(rollout_id, data, metrics, extra)
+        return self._report.of_evaluation(rollout_id, data, metrics, self._numbers(plain))
+
+    def _numbers(self, metrics: Mapping[str, Any]) -> Metrics:
+        """Return the metrics of the function that are numbers; the log names the others once."""
+        numbers: Metrics = {}
+        for name, value in metrics.items():
+            try:
+                numbers[name] = mean(float(value))
+            except (TypeError, ValueError):
+                if name not in self._no_numbers:
+                    logger.warning(
+                        "metric %s of the rollout function is %s, which is not a number: it is not recorded; leave it "
+                        "out, or write it to the log", name, shortened(value),
+                    )  # fmt: skip
+                self._no_numbers.add(name)
+        return numbers
 
 
 def _is_set(columns: Any) -> bool:

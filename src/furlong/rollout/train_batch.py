@@ -92,6 +92,8 @@ def batch_from_groups(rollout_id: int, groups: Sequence[Group], conversion: Conv
         conversion.hooks.custom_reward_post_process,
     )
     if convert is not None:
+        for sample in samples:  # slime's samples have a mask
+            sample.loss_mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
         return _batch_from_train_data(rollout_id, convert(conversion.args, samples), samples, conversion)
     if post_process is not None:
         raw, rewards = _post_processed(post_process, samples, conversion.args)

@@ -17,9 +17,11 @@ The policy is passed in a context variable, so the same function works with the 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 import math
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -27,7 +29,7 @@ from furlong.config.args_view import Args
 from furlong.core.routing import extend_routes
 from furlong.core.sample import OTHER_CONTEXT, PER_TOKEN, UNKNOWN_VERSION, UNSAMPLED, Sample, Status
 from furlong.core.user_code import is_raised_by_user, message_of
-from furlong.core.user_functions import Function
+from furlong.core.user_functions import Function, takes_input
 from furlong.errors import RolloutError
 from furlong.interfaces import Completion, Engine, SamplingParams
 from furlong.rollout.agent import current
@@ -53,6 +55,39 @@ async def complete_request(engine: Engine, ids: list[int], params: SamplingParam
     return await policy.complete(ids, params)
 
 
+@dataclass(frozen=True)
+class GenerateFnInput:
+    """The argument of a generate function in the form of Miles. state: `GenerateState` of slime's names."""
+
+    state: Any
+    sample: Sample
+    sampling_params: dict[str, Any]
+    evaluation: bool
+    call_args: Any = None
+
+    @property
+    def args(self) -> Any:
+        """The flags of the run, for this call."""
+        return self.state.args if self.call_args is None else self.call_args
+
+
+@dataclass(frozen=True)
+class GenerateFnOutput:
+    """The result of a generate function in the form of Miles."""
+
+    samples: Sample | list[Sample]
+
+
+async def generated(function: Function, args: Any, sample: Sample, params: dict[str, Any], evaluation: bool) -> Any:
+    """Call a generate function in the form of slime or Miles, and return what it made of the sample."""
+    if takes_input(function):
+        names = importlib.import_module("furlong.slime_api.generation")  # above this layer
+        output = await function(GenerateFnInput(names.GenerateState(args), sample, params, evaluation, args))
+        return output.samples if isinstance(output, GenerateFnOutput) else output
+    extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    return await function(args, sample, params, **extra)
+
+
 class GenerateFunctionError(Exception):
     """Wraps an exception raised by user code, to tell it from errors of the engine."""
 
@@ -76,10 +111,9 @@ async def call_generate_function(
     )  # those of environments and agents, which do not post
     if params.sampling_seed is not None and not is_own:
         _by_seed[params.sampling_seed] = policy
-    extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     token = current.set(policy)
     try:
-        result = await policy.load.timed(lambda: function(args, sample, sampling_params, **extra))
+        result = await policy.load.timed(lambda: generated(function, args, sample, sampling_params, evaluation))
     except BaseException as error:
         if not is_raised_by_user(error):
             raise
@@ -129,6 +163,8 @@ def check_produced(
     the engine sampled, or in another context; RolloutError like `check_sample`.
     """
     copy_identity(produced, origin)
+    if len(produced.token_versions) != produced.response_length:  # functions that cut a sample may not know this field
+        produced.token_versions = []
     check_sample(produced, "custom generate function", vocab_size)
     if max_tokens is not None:
         _cut_untrained(produced, max_tokens)
@@ -161,13 +197,22 @@ def foreign_tokens(sample: Sample, answered: list[tuple[list[int], Completion]])
     """Describe the first trained tokens that are not those of the engine, or had other tokens before them; "" if none.
 
     A run of trained tokens is read as completions one after another, each of which answered a request with the tokens
-    before it. The last one may be cut.
+    before it. The last one may be cut, and the first one may have begun in tokens that are not trained.
     """
     start, tokens = sample.prompt_length, sample.tokens
     at = start
     for is_trained, run in itertools.groupby(_mask(sample)):
         end = at + len(list(run))
         while is_trained and at < end:
+            rests = [
+                done.tokens[at - len(ids) :]
+                for ids, done in answered
+                if len(ids) <= at < len(ids) + len(done.tokens) and [*ids, *done.tokens[: at - len(ids)]] == tokens[:at]
+            ]
+            same = [len(rest) for rest in rests if tokens[at : min(at + len(rest), end)] == list(rest[: end - at])]
+            if same:
+                at = min(at + max(same), end)
+                continue
             fitting = [
                 (ids, done.tokens)
                 for ids, done in answered
@@ -178,17 +223,14 @@ def foreign_tokens(sample: Sample, answered: list[tuple[list[int], Completion]])
                     f"the function trains response tokens from {at - start} on which the engine did not sample: append "
                     "the tokens of its completion, not its text encoded again, and others with trainable=False"
                 )
-            same = [each for each in fitting if each[0] == tokens[:at]]
-            asked, sampled = max(same or fitting, key=lambda each: len(each[1]))
+            asked, sampled = max(fitting, key=lambda each: len(each[1]))
             stop = min(at + len(sampled), end)
-            if not same:
-                common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, tokens[:at])))  # noqa: B905
-                return (
-                    "the function asked the engine with another context than it trains on: response tokens "
-                    f"{at - start} to {stop - start} were sampled after {len(asked)} tokens and are trained after {at} "
-                    f"(the first {common} are equal); return one sample per context, or ask with sample.tokens"
-                )
-            at = stop
+            common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, tokens[:at])))  # noqa: B905
+            return (
+                "the function asked the engine with another context than it trains on: response tokens "
+                f"{at - start} to {stop - start} were sampled after {len(asked)} tokens and are trained after {at} "
+                f"(the first {common} are equal); return one sample per context, or ask with sample.tokens"
+            )
         at = end
     return ""
 

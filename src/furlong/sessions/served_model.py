@@ -94,6 +94,7 @@ class Gateway(SessionEndpoints):
         facts: Mapping[str, Any],
         api_key: str | None = None,
         tokenizer: Any = None,
+        port: int = 0,
     ) -> None:
         super().__init__(model_name="default", limits=ServerLimits())
         self._complete, self._encode = complete, encode
@@ -109,7 +110,7 @@ class Gateway(SessionEndpoints):
         routes += [Route(path, model_info) for path in ("/model_info", "/get_model_info")]
         routes.append(Route(HEALTH_PATH, health))
         app = Starlette(routes=routes, exception_handlers={404: not_found, 405: not_found})
-        self._http = HttpThread(Gate(app, self._limits, api_key or None), self._limits, host=HOST, port=0)
+        self._http = HttpThread(Gate(app, self._limits, api_key or None), self._limits, host=HOST, port=port)
         self.address = self._http.address
 
     async def start(self) -> None:

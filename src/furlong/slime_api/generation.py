@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 from collections.abc import Generator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +14,7 @@ from furlong.core.sample import Sample, Status
 from furlong.core.user_functions import load_function
 from furlong.errors import RolloutError
 from furlong.models.tokenizer import load_tokenizer, read_template
+from furlong.rollout.user_samples import GenerateFnInput, GenerateFnOutput, generated
 from furlong.slime_api.http import get_rollout_num_engines, post
 from furlong.slime_api.rewards import async_rm, batched_async_rm
 
@@ -113,6 +113,11 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return sample
 
 
+async def generate_single_turn(input: GenerateFnInput) -> GenerateFnOutput:
+    """Do the same as `generate`, in the form of Miles."""
+    return GenerateFnOutput(await generate(input.args, input.sample, input.sampling_params))
+
+
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
@@ -121,9 +126,8 @@ async def generate_and_rm(
         return sample
     path = sample.generate_function_path or args.custom_generate_function_path
     function = generate if path is None else load_function(path)
-    extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     async with GenerateState(args).semaphore:
-        produced = await function(args, sample, sampling_params, **extra)
+        produced = await generated(function, args, sample, sampling_params, evaluation)
     samples: list[Sample] = list(produced) if isinstance(produced, list) else [produced]
     if not args.group_rm and all(each.status is not Status.ABORTED for each in samples):
         await _score(args, [each for each in samples if each.reward is None])

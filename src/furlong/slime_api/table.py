@@ -59,6 +59,8 @@ _ROWS = (
 _LOSSES = "miles.backends.training_utils.loss_hub"
 _MILES_ROWS = (  # modules that only Miles has
     (f"{_LOSSES}.logit_processors", f"{_API}.helpers", "get_log_probs_and_entropy"),
+    ("miles.rollout.base_types", "furlong.rollout.user_samples", "GenerateFnInput GenerateFnOutput"),
+    ("miles.rollout.generate_hub.single_turn", f"{_API}.generation", "generate=generate_single_turn"),
     ("miles.rollout.filter_hub.dynamic_sampling_filters", _FILTERS, "check_no_aborted"),
     ("miles.backends.training_utils.cp_utils", f"{_API}.helpers", "all_gather_with_cp slice_log_prob_with_cp"),
 )
@@ -71,6 +73,7 @@ for _module, _home, _names in (*_ROWS, *((f"miles{row[0][5:]}", *row[1:]) for ro
         NAMES.setdefault(_module, {})[_theirs] = f"{_home}:{_ours or _theirs}"
 
 _MAP = "docs/reference/slime.md lists the names that exist"
+_NO_CLASS = "write the rollout function as a function of (args, rollout_id, data_source, evaluation), not as a class"
 _VALUE = "it is only a value of"
 _SOURCE = "write a class with the methods in docs/reference/hooks.md, without a base class"
 _IMAGES = "images, audio and video are not supported; train on text"
@@ -92,6 +95,11 @@ _REMEDIES = {  # by module or `module:name`; the longest prefix counts
     "slime.rollout.sft_rollout": f"{_VALUE} --rollout-function-path",
     "slime.rollout.fully_async_rollout": f"{_VALUE} --rollout-function-path; in a function use generate_and_rm_group",
     "slime.rollout.data_source": f"its other classes are only values of --data-source-path; {_SOURCE}",
+    "slime.rollout.base_types": _NO_CLASS,
+    "slime.rollout.inference_rollout": f"{_NO_CLASS}, or remove the flag: generation is furlong's own",
+    "slime.rollout.checkpoint_eval": "remove the flag: the rollout engines also evaluate",
+    "slime.rollout.generate_hub": "write an agent with a loop and tools of its own for --agent-function-path",
+    "slime.rollout.generate_utils": "post to args.sglang_router_ip, or use generate of slime.rollout.sglang_rollout",
     "slime.rollout.sleep_rollout": "run `furlong serve` to start an engine without training",
     "slime.rollout.forge_load": "remove the flag; benchmarks/ measures engines",
     "slime.backends.megatron_utils.loss": "its corrections are values of --custom-tis-function-path, or --tis-mode "

@@ -463,6 +463,7 @@ def build_gateway(
         facts={"model_path": str(context.model_dir), "tokenizer_path": str(context.model_dir), "is_generation": True},
         api_key=context.client_key,
         tokenizer=context.tokenizer,
+        port=context.config.cluster.sglang_router_port or 0,
     )
     opened.callback(lambda: asyncio.run(gateway.close()))
     logger.info("args.sglang_router_ip and args.sglang_router_port: %s:%d answers /generate", *gateway.address)

@@ -32,11 +32,27 @@ def test_an_unsupported_slime_attribute_names_the_reason() -> None:
         _ = ARGS.http_proxy
 
 
-def test_setting_or_deleting_raises() -> None:
+def test_flags_cannot_be_set_or_deleted() -> None:
     with pytest.raises(ConfigError, match=r"\blr\b.*\b1\.0\b"):
         ARGS.lr = 1.0
-    with pytest.raises(ConfigError, match=r"\blr\b.*deleted"):
+    with pytest.raises(AttributeError, match=r"\blr\b was not set by a function"):
         del ARGS.lr
+
+
+def test_other_attributes_stay_and_those_of_a_call_end_with_it() -> None:
+    args = Args(ARGS._config)
+    args.calls = 1
+    call = pickle.loads(pickle.dumps(args.for_call()))
+    call.calls, call.lr, call.more = 2, 0.25, 3
+    assert (call.calls, call.lr, call.more) == (2, 0.25, 3)
+    assert (args.calls, args.lr, hasattr(args, "more")) == (1, 0.5, False)
+    del args.calls
+    assert args == Args(ARGS._config)
+
+
+def test_options_of_sglang_have_values_though_none_was_given() -> None:
+    args = Args(parse(["--sglang-mem-fraction-static", "0.5"]).config)
+    assert (args.sglang_mem_fraction_static, args.sglang_enable_metrics, args.sglang_tp_size) == (0.5, False, None)
 
 
 def test_it_pickles_and_copies() -> None:

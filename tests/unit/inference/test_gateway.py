@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 
 import httpx
 
@@ -39,6 +40,15 @@ def post(*bodies, api_key=None, **options):
 
     replies, info = asyncio.run(go())
     return replies, calls, info
+
+
+def test_it_listens_on_the_port_that_a_flag_gives():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    gateway = Gateway(None, encode=list, facts={}, tokenizer=WireTokenizer(), port=port)
+    assert gateway.address == ("127.0.0.1", port)
+    asyncio.run(gateway.close())
 
 
 def test_a_reply_has_tokens_log_probs_and_the_version_of_each_token():

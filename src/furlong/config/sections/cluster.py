@@ -32,7 +32,12 @@ class ClusterFlags:
         "Host of a running sglang-router to send requests through.",
         needs="engine=external or engine=auto; sglang_router_port",
     )
-    sglang_router_port: int | None = flag(None, "Port of that router.", within="[1, 65535]", needs="sglang_router_ip")
+    sglang_router_port: int | None = flag(
+        None,
+        "Port of that router; without --sglang-router-ip, of the router or the /generate endpoint that the run opens. "
+        "Default: a free one.",
+        within="[1, 65535]",
+    )
     sglang_router_request_timeout_secs: int = flag(
         14400, "Timeout of a request to a server, in seconds.", within="[1, inf)", needs=_SERVERS
     )

@@ -99,6 +99,7 @@ class PromptFields(Schema):
     IGNORED: ClassVar = (
         *("session_id", "routing_key", "extra_key", "conversation_id", "priority", "custom_labels"),
         *("log_metrics", "no_logs", "background", "return_text_in_logprobs"),
+        *("routed_dp_rank", "disagg_prefill_dp_rank"),
     )
     ONLY: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("input_embeds", "image_data", "video_data", "audio_data", "lora_path"), ()),

@@ -190,6 +190,7 @@ class SglangRouter:
 
     With `is_split` some engines prefill and others decode, and the router pairs one of each for a request. api_key:
     that all clients send; None for no key, and then requests that add or remove engines need the `control_key`.
+    port: None for a free one.
     """
 
     host: Host
@@ -201,13 +202,14 @@ class SglangRouter:
     control_key: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     is_split: bool = False
+    port: int | None = None
     _port: int | None = field(default=None, init=False)
     _process: ServerProcess | None = field(default=None, init=False)
     _client: SglangServer | None = field(default=None, init=False)
 
     async def reserve(self) -> tuple[str, int]:
         """Choose its address before the first start; it stays the same over restarts. Returns host and port."""
-        [self._port] = await self.host.reserve_ports(1)
+        [self._port] = await self.host.reserve_ports(1, first=self.port)
         return self.host.address, self._port
 
     async def start(self) -> SglangServer:

@@ -523,6 +523,7 @@ def _build_routers(config: Config, log_dir: Path, api_key: str | None) -> dict[s
             control_key=cluster.sglang_api_key or random_key("ek"),
             options=engines.router_options,
             is_split=is_split(model.groups),
+            port=cluster.sglang_router_port if model.is_trained else None,
         )
         for model in sorted(served_models(config), key=lambda model: not model.is_trained)
     }
