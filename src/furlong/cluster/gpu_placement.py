@@ -167,7 +167,6 @@ def _wait(group: PlacementGroup, topology: Topology, resource: str, timeout_s: f
 
 
 def _slots(group: PlacementGroup, resource: str) -> list[Slot]:
-    """Locate the bundles of a placed group; a task on each bundle reports its GPU."""
     on_node: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node.node_id: node.address for node in live_nodes()}
     gpus: dict[int, int | None] = dict.fromkeys(on_node)

@@ -414,7 +414,6 @@ def low_memory(message: str) -> str:
 
 
 def _reason(error: RayActorError) -> str:
-    """Return Ray's message about an actor's death on one line."""
     text = " ".join(str(error).split())
     return text.removeprefix("The actor died unexpectedly before finishing this task. ")[:600]
 

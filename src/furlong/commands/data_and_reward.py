@@ -62,7 +62,6 @@ def _config(flags: Sequence[str]) -> Config:
 
 
 def _parsed(flags: Sequence[str]) -> Config:
-    """Parse flags, without a check of combinations; names on the Hub are resolved, of models without weights."""
     from furlong.config.command_line import parse, with_local_copies
 
     resolved, problems = with_local_copies(parse(flags), weights=False)

@@ -61,7 +61,6 @@ def report(words: list[str]) -> int:
 
 
 def _ledger(path: Path) -> Path:
-    """Return the ledger of a run directory; another path is the ledger itself."""
     return path / "ledger.jsonl" if path.is_dir() else path
 
 

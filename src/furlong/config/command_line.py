@@ -278,7 +278,6 @@ def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> tuple[FlagValue
 
 
 def _translated(read: FlagValues, name: str, flag: MilesFlag, given: list[str]) -> list[str]:
-    """Return the words that stand for a flag of Miles, and note it for the log."""
     try:
         words, line = flag.translated(name, given)
     except ValueError as error:

@@ -118,7 +118,6 @@ def _listed_children() -> dict[int, int]:
 
 
 def _descendants() -> dict[int, int]:
-    """Return the processes below this one, with their resident pages (Linux; empty elsewhere)."""
     parents: dict[int, int] = {}
     pages: dict[int, int] = {}
     for name in os.listdir("/proc") if _IS_LINUX else []:

@@ -216,7 +216,6 @@ class PromptStream:
         self._at = (block, cursor, 0)
 
     def _fill(self) -> bool:
-        """Read the next block into `_pending`, in shuffled order; False at the end of the data."""
         block: list[RawRow] = []
         num_bytes = 0
         stop = self._location.stop

@@ -203,13 +203,11 @@ class HangWatchdog:
         return is_ending
 
     def _waits(self) -> list[str]:
-        """Count the event loop's tasks by the function that they wait in, with the digits of their names replaced."""
         tasks = [] if self._loop is None else asyncio.all_tasks(self._loop)
         names = Counter(f"{re.sub('[0-9]', 'N', task.get_name())}: {task_wait(task)}" for task in tasks)
         return [f"{count} x {name}" for name, count in names.most_common(TASKS)]
 
     def _user_waits(self) -> Counter[TaskWait]:
-        """Count the tasks that wait in functions of the user, and those that wait for the engine beside them."""
         waits = [] if self._loop is None else [task_wait(task) for task in asyncio.all_tasks(self._loop)]
         is_any = any(wait.is_user for wait in waits)
         return Counter(wait for wait in waits if is_any and (wait.is_user or wait.for_engine))
@@ -222,7 +220,6 @@ class HangWatchdog:
             return {}
 
     def _activity(self, ranks: str) -> list[str]:
-        """Describe what the ranks are doing, or else what functions wait for and where threads are busy."""
         if ranks:
             return [ranks]
         waits = self._user_waits()

@@ -191,7 +191,6 @@ async def _column(part: _Part, episodes: Sequence[Episode]) -> list[float | str]
 
 
 def _recorded(part: _Part, metadata: Mapping[str, Any]) -> float | str:
-    """Return what a function with a parameter `environment` returned at the end of the episode."""
     for key in (PARTS, FAILED_PARTS):
         if part.name in (metadata.get(key) or {}):
             return metadata[key][part.name]

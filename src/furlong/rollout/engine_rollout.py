@@ -209,7 +209,6 @@ class EngineRollout:
                 self._start(pool.flight, group, pool.next_rollout)
 
     async def _produce_shared(self, pool: GroupPool, rollout_id: int, phase: Phase) -> RolloutBatch | None:
-        """Take the next complete groups. A call waits for those of earlier rollouts."""
         async with pool.collecting:
             state = _Round(rollout_id, pool.flight)
             pool.next_rollout, pool.data_ended = rollout_id, False

@@ -388,7 +388,6 @@ class SplitRollout:
 
 
 def _lists(groups: Any) -> list[Any]:
-    """Return the groups of a result; samples that are in no list are joined by their group_index."""
     listed = list(groups)
     if not listed or not all(isinstance(each, Sample) for each in listed):
         return listed

@@ -77,7 +77,6 @@ def _folder_problems(resolved: Resolved) -> Iterator[str]:
 
 
 def _folder_of(resolved: Resolved) -> Path:
-    """Return --output-dir if given, else the directory of the resumed run or the first free NAME, NAME-2, ..."""
     requested = Path(str(resolved.config.track.output_dir))
     if not resolved.sources["output_dir"].startswith("derived"):
         return requested
@@ -189,7 +188,6 @@ def _has_checkpoint(flags: CheckpointFlags) -> bool:
 
 
 def _other_ledger(path: Path, flags: CheckpointFlags) -> str | None:
-    """Return why a ledger does not match the checkpoint to resume from; None if it does, or without a checkpoint."""
     if not path.is_file() or not _has_checkpoint(flags):
         return None
     try:

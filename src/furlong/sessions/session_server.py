@@ -135,7 +135,6 @@ class SessionEndpoints(ABC):
             raise EndedError("the run has ended") from None  # which cancels its tasks
 
     def _post(self, function: Callable[[], None]) -> None:
-        """Call a function on the event loop of the sessions, without waiting for it."""
         if self.loop is None:
             function()
         elif not self.loop.is_closed():
@@ -208,8 +207,6 @@ class SessionEndpoints(ABC):
         client_call: ClientCall,
         start: Callable[[], Call],
     ) -> Response:
-        """Reply with the events that `write` makes of a call's parts; errors before the first one raise."""
-
         async def begun() -> Call:
             call = start()
             await call.begun()

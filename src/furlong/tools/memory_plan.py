@@ -199,7 +199,6 @@ def _num_moments(config: Config) -> int:
 
 
 def _as_flags(change: str, config: Config) -> str:
-    """Add the flags that --max-tokens-per-gpu in `change` needs in this run."""
     train = config.train
     is_given = train.max_tokens_per_gpu not in (DEFAULT_MAX_TOKENS, *TOKENS)  # else nothing was given, and is lost now
     if "--max-tokens-per-gpu" not in change or (train.use_dynamic_batch_size and is_given):

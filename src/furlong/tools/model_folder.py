@@ -263,7 +263,6 @@ def _wrongly_quantized(model: StoredModel, ignore: list[str], key: str) -> Itera
 
 
 def _pattern_of(name: str) -> str:
-    """Return an `ignore` entry for a weight and the same weight in other layers."""
     module = name.removesuffix(".weight")
     if match := _LAYER.fullmatch(module):
         rest = re.sub(r"\b\d+\b", "#", match["rest"])

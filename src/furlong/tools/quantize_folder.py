@@ -194,7 +194,6 @@ def _of_file(path: Path) -> Iterator[NamedTensor]:
 
 
 def _verify(folder: Path, sums: dict[str, str]) -> None:
-    """Read every tensor back. Raises CheckpointError naming those that differ from what was written."""
     files = sorted(folder.glob("*.safetensors"))
     wrong = [name for file in files for name, tensor in _of_file(file) if checksum(tensor) != sums.pop(name, "")]
     if wrong or sums:

@@ -432,14 +432,12 @@ def _frozen(model: FrozenModel) -> RunInput:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that this machine has; those of a cluster's machines may be elsewhere."""
     single, index = WEIGHT_FILES
     names = sorted(set(read_weight_map(folder / index).values())) if (folder / index).is_file() else [single]
     return [folder / name for name in names if (folder / name).is_file()]
 
 
 def _contents(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of JSON files of a model folder, without those that only say which tool wrote them."""
     contents = {name: read_json(folder / name) for name in names}
     return {
         name: {key: value for key, value in content.items() if key not in IGNORED_KEYS}

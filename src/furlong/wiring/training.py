@@ -187,7 +187,6 @@ def shares_device(context: RunContext) -> bool:
 
 
 def _check_quantized(context: RunContext) -> None:
-    """Raise ConfigError for a quantized folder that the trainer would load, without --dequantize."""
     if context.config.checkpoint.dequantize:
         return
     folders = trainer_folders(context.config, context.model_dir)
@@ -216,7 +215,6 @@ def _megatron_hooks(context: RunContext) -> MegatronHooks:
 
 
 def _frozen_folders(config: Config) -> dict[Role, Path]:
-    """Return where frozen models are loaded from, if not --hf-checkpoint: Hugging Face folders, or checkpoints."""
     folders: dict[Role, Path] = {}
     for model in frozen_models(config):
         check_has_steps(model.flag, model.load, model.step)

@@ -322,7 +322,6 @@ async def _scored(reward: GroupReward, samples: Sequence[Sample]) -> list[Outcom
 
 
 async def _until_accepted(reward: GroupReward, tries: Sequence[Sequence[Sample]]) -> list[Outcome]:
-    """Return all outcomes, [] once the reward scores a sample above 0."""
     outcomes: list[Outcome] = []
     try:
         for samples in tries:

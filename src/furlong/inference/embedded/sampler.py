@@ -205,7 +205,6 @@ class Sampler:
 
 
 def _ban(logits_NV: Tensor, banned: Banned) -> tuple[list[int], Tensor]:
-    """Mask the banned tokens; return their rows and the log of the probability [I] of the remaining tokens."""
     indices = list(banned)
     before_I = logits_NV[indices].double().logsumexp(-1)
     for row, tokens in banned.items():
@@ -217,7 +216,6 @@ def _ban(logits_NV: Tensor, banned: Banned) -> tuple[list[int], Tensor]:
 def _draw_ranked(
     mass_NV: Tensor, total_N1: Tensor, rows: SamplingRows, uniform_N: Tensor, num: int
 ) -> tuple[Tensor, Tensor]:
-    """Sample from the `num` most likely tokens; also return the rows for which these include all that pass."""
     if num < mass_NV.shape[1]:
         ids_NC = mass_NV.topk(num, dim=-1, sorted=False).indices.sort(-1).values
         mass_NC, order = mass_NV.gather(1, ids_NC).sort(dim=-1, descending=True, stable=True)

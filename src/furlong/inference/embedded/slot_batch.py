@@ -83,7 +83,6 @@ class PrefixCache:
         return min(length, len(prompt) - 1)
 
     def _longest(self, key: str, tokens: NDArray[np.int64]) -> tuple[StoredPrompt | None, int]:
-        """The stored prompt that shares the longest prefix, and its length; None if there is none."""
         best: StoredPrompt | None = None
         length = 0
         for stored in self._by_key.get(key, ()):
@@ -526,7 +525,6 @@ class SlotBatch:
         return self._plan
 
     def _sample(self, logits: Tensor, rows: SamplingRows, first: int, row: int, banned: Banned) -> NDArray[np.int64]:
-        """Sample a token for each slot from `first` on and store it in `row`; returns the tokens."""
         n, buffer = logits.shape[0], self._buffer
         slots = slice(first, first + n)
         uniform_N = buffer.uniforms(row, slots).to(self.model.device)
@@ -600,7 +598,6 @@ class SlotBatch:
         request.deliver(request.finish(reason, self.tokenizer, matched))
 
     def _clear(self, slot: int) -> None:
-        """Reset a free slot, which as padding decodes token 0 at position 0."""
         self._positions[slot] = 0
         self._tokens[slot] = 0
 

@@ -515,7 +515,6 @@ class HttpEngine(Engine):
                 pause_s = min(2 * pause_s, 0.2)
 
     async def _send_abort(self, request: InFlightRequest) -> list[EngineError]:
-        """Abort a request on its server, or on all servers behind a router; returns their errors."""
         refused: list[EngineError] = []
         server = request.server
         targets = self.pool.alive() if server is self.pool.router or server is None else [server]

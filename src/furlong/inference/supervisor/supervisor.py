@@ -199,7 +199,6 @@ class ReplicaSet:
         fail(error)
 
     async def _loss(self, target: EngineReplica | SglangRouter) -> Loss:
-        """Wait until `target` is lost; return why: its process ended, it hangs, or requests could not reach it."""
         fault = self.config.fault
         check_s = time.monotonic() + (fault.rollout_health_check_first_wait if fault.use_fault_tolerance else 0.0)
         while (loss := await target.exit_loss()) is None:
@@ -313,8 +312,6 @@ class ReplicaSet:
             return
 
     async def _while_alive(self, replica: EngineReplica, when: str, work: Coroutine[Any, Any, None]) -> None:
-        """Await `work`, which needs the engine. Raises EngineError if the engine dies or hangs meanwhile."""
-
         async def loss() -> None:
             raise (await self._loss(replica)).error(prefix=f"{when}: ")
 
@@ -369,8 +366,6 @@ class ReplicaSet:
 
 
 async def _add_to_router(router: SglangRouter, server: SglangServer) -> None:
-    """Add a server to the router; returns early if the server is lost before the router has reached it."""
-
     async def loss() -> None:
         while not server.lost:
             await asyncio.sleep(POLL_S)

@@ -215,7 +215,6 @@ def _assistant(blocks: Sequence[Any], name: str) -> Message:
 
 
 def _user(blocks: Sequence[Any], name: str, role: str) -> list[Message]:
-    """Return the results of tools, each a message, and one with the text."""
     results: list[Message] = []
     texts: list[str] = []
     for j, block in enumerate(blocks):

@@ -549,7 +549,6 @@ class FsdpBackend(Backend):
         local_R: Tensor | None,
         softcap: float | None,
     ) -> tuple[Tensor, ...]:
-        """Return log-probs, entropies if requested, and what else the head computes for distillation."""
         targets_RM, teacher = micro.tokens_T[micro.response_pos_R][:, None], None
         if request.head == "top_log_probs":
             targets_RM = torch.cat([targets_RM, column(micro, "teacher_top_ids").long()], 1)

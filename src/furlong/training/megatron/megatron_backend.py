@@ -416,7 +416,6 @@ class MegatronBackend(PipelinedBackend):
         trainer_files.save(folder, tensors, self.ranks, meta=meta, later=later)
 
     def _exported(self, role: Role) -> Iterator[tuple[str, Tensor]]:
-        """Yield a model's tensors, as master weights if it is trained, when its files are written."""
         self._models.use(role)
         chunks, optimizer = self._models[role].module, self._models[role].optimizer
         if optimizer is None:
@@ -426,7 +425,6 @@ class MegatronBackend(PipelinedBackend):
             yield from names.export(chunks, self._hf_of(role), value_of=partial(optimizer.state.whole, kind=MASTER))
 
     def _named_moments(self, role: Role) -> Iterator[tuple[str, Tensor]]:
-        """Yield each moment of each trained tensor, then the step counts."""
         chunks, optimizer = self._models[role].module, self._models.optimizer(role)
         state = optimizer.state
         with optimizer.loaded():

@@ -129,7 +129,6 @@ class RouterReplay:
         return RouterPass(replayed, counted=counted)
 
     def _counted(self, micro: MicroBatch, part: PackedMicroBatch) -> TokenSets:
-        """Return the rows that count for balancing losses, grouped by micro-batch or by sample."""
         if not micro.step_tokens:
             raise TrainerError(
                 "router losses are means over an optimizer step, whose size is not known; this is a bug, report it"

@@ -257,7 +257,6 @@ class PackedLayer(TransformerLayer):
         return tensor_parallel.copy_to_tensor_model_parallel_region(rows)
 
     def _reduce(self, rows: Tensor) -> Tensor:
-        """Sum the ranks' partial outputs; with sequence parallelism, for this rank's tokens."""
         if self.tp_size == 1:
             return rows
         if self.is_sequence_parallel:
