@@ -322,17 +322,6 @@ def test_a_teacher_that_cannot_be_compared(world):
     assert "OPD01" not in {each.id for each in world.look(**own | {"opd_teacher_load": own["hf_checkpoint"]})}
 
 
-@fault("OPD04")
-def test_a_function_that_asks_a_teacher_at_another_temperature(world):
-    own = {"use_opd": True, "opd_type": "sglang", "rollout_temperature": 0.8}
-    path = world.folder / "own_teacher.py"
-    path.write_text("def ask(args, sample, **kwargs):\n    return 0.0\n")
-    found = [each for each in world.look(**own, custom_rm_path=f"{path}:ask") if each.id == "OPD04"]
-    assert "args.rollout_temperature" in found[0].remedy
-    for change in ({"rollout_temperature": 1.0}, {"opd_type": "trainer", "opd_teacher_load": world.model}):
-        assert "OPD04" not in {each.id for each in world.look(**own | change, custom_rm_path=f"{path}:ask")}
-
-
 @fault("NUM01", "OPD01")
 @pytest.mark.parametrize(
     ("row", "flag", "given"),
