@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ CONFIG_FLAG = "--config"
 OVERRIDE_FLAG = "--custom-config-path"
 YAML_FILES = (".yaml", ".yml")
 TYPOGRAPHIC = str.maketrans({**dict.fromkeys("“”„«»", '"'), **dict.fromkeys("‘’‚", "'"), "\xa0": " "})
+_MEANT = {r"\.ya?ml$": CONFIG_FLAG, r"\.py:": "--custom-rm-path", r"\.(jsonl|parquet)(@|$)": "--prompt-data"}
 _ON, _OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -346,11 +348,10 @@ def _unexpected(word: str, words: list[str], known: Sequence[str], before: str) 
         return f"unexpected word {word!r}: flags begin with two dashes; {hint.rstrip('?')} {given}".rstrip() + "?"
     if "." in key and equals:
         return f"unexpected word {word!r}: settings of other programs are not read; see `furlong train --help`"
-    if word.endswith(YAML_FILES):
-        return f"unexpected word {word!r}; did you mean {CONFIG_FLAG} {word}?"
-    if before in ("--prompt-data", "--hf-checkpoint"):
-        joined = "join several files into one" if before == "--prompt-data" else "remove it"
-        return f"unexpected word {word!r}: {before} takes one value; {joined}"
+    if before == "--prompt-data":
+        return f"unexpected word {word!r}: {before} takes one file; join several into one"
+    if (flag := next((flag for mark, flag in _MEANT.items() if re.search(mark, word)), None)) is not None:
+        return f"unexpected word {word!r}; did you mean {flag} {word}?"
     return f"unexpected word {word!r}: no flag before it accepts it; remove it or quote it"
 
 

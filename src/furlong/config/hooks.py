@@ -156,6 +156,8 @@ def check_signature(hook: Hook, function: Function) -> str | None:
     missing = [method for method in hook.methods if not hasattr(function, method)]
     if missing:
         return f"{hook.flag}: {name} has no {', '.join(missing)}; write a {hook.signature}"
+    if isinstance(function, type) and hook.flag == "--custom-rm-path":
+        return f"{hook.flag}: {name} is a class; name an instance of it, or a function"
     try:
         signature = inspect.signature(function)
     except ValueError:

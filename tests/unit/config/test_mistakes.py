@@ -46,13 +46,16 @@ MISTAKES = [
     ("actor_rollout_ref.rollout.val_kwargs.n=4", "use --n-samples-per-eval-prompt"),
     # words that a shell or an editor changed, or that stand alone
     ("run.yaml", "did you mean --config run.yaml?"),
+    ("rewards.py:digits", "did you mean --custom-rm-path rewards.py:digits?"),
+    ("more.jsonl@[:5]", "did you mean --prompt-data more.jsonl@[:5]?"),
+    ("--prompt-data gsm8k", "or write OWNER/NAME:SPLIT for a data set on the Hub"),
     ("''", "an unset shell variable"),
     ("' '", "delete what follows it"),
     ("“--lr” 1e-4", "write --lr"),
     ("--lr\u00a01e-5", "write --lr 1e-5"),
     ("--hf-checkpoint=~/qwen", "write the whole path"),
     ("--prompt-data '$DATA/prompts.jsonl'", "write the whole path"),
-    ("--prompt-data prompts.jsonl more.jsonl", "join several files into one"),
+    ("--prompt-data prompts.jsonl more.jsonl", "join several into one"),
     ("--prompt-data '*.jsonl'", "join the files into one"),
     # values
     ("--lr", "write --lr VALUE"),
@@ -98,6 +101,7 @@ MISTAKES = [
     ("--label-key lable", "--label-key label"),
     ("--custom-rm-path rewards.py", "write rewards.py:digits"),
     ("--custom-rm-path rewards.py:digit", "did you mean digits?"),
+    ("--custom-rm-path rewards.py:Scorer", "name an instance of it"),
     ("--custom-rm-path rewards.py::digits", "write rewards.py:digits"),
 ]
 
@@ -110,7 +114,7 @@ def test_each_mistake_has_one_message_with_the_remedy(
     write_prompts(Path("prompts.jsonl"), 8)
     Path("table.csv").write_text("input,label\n1,1\n")
     Path("array.json").write_text('[{"input": "1", "label": "1"}]')
-    Path("rewards.py").write_text("def digits(args, sample, **kwargs):\n    return 1.0\n")
+    Path("rewards.py").write_text("def digits(args, sample, **kwargs):\n    return 1.0\n\n\nclass Scorer:\n    pass\n")
     base = "--hf-checkpoint model --prompt-data prompts.jsonl --label-key label --num-rollout 1 --rollout-batch-size 2"
     wrong: list[object] = []
     for words, remedy in MISTAKES:

@@ -63,6 +63,7 @@ def prompt_file_problem(flag: str, path: str) -> str | None:
     if not os.path.exists(file):  # Path.exists raises if a parent directory is not accessible
         on_hub = _HUB_NAME.fullmatch(path) and file.suffix not in DATA_FORMATS
         fix = f", or write {path}:SPLIT for a data set on the Hub" if on_hub else ""
+        fix = fix or (", or write OWNER/NAME:SPLIT for a data set on the Hub" if path.isidentifier() else "")
         return f"{flag} {path}: no file {file}; {nearest_path(file)}{fix}"
     if unreadable := unreadable_file(file):
         return f"{flag} {path}: {unreadable} {MAY_NOT_READ}"
