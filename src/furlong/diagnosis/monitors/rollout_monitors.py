@@ -354,8 +354,8 @@ def _failed_calls(
 
 
 def _reasons(now: StepContext, stage: str) -> str:
-    reasons = [e["reason"].partition("\n")[0] for e in now.events.get("sample_failed", ()) if e["stage"] == stage]
-    return f"; first: {abbreviate(reasons, 2, separator='; ')}" if reasons else ""
+    failed = [e["reason"].partition("\n")[0] for e in now.events.get("sample_failed", ()) if e["stage"] == stage]
+    return f"; first: {abbreviate([*dict.fromkeys(failed)], 2, separator='; ')}" if failed else ""
 
 
 def blocking(now: StepContext) -> Alert | None:
