@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import pyarrow as pa
 import xxhash
 
-from furlong.config.checks.value_checks import split_slice
+from furlong.config.checks.value_checks import DATA_FORMATS, join_command, split_slice
 from furlong.config.task_specs import PACKAGE, is_task, num_episodes
 from furlong.core.text import shortened
 from furlong.core.user_objects import find_object, object_name
@@ -228,7 +228,8 @@ def _folder_problem(folder: Path) -> str:
         inside = sorted(p.name for p in folder.iterdir())[:8]
     except OSError as error:
         return f"{folder} cannot be read: {error.strerror or error}; check its permissions"
-    return (
-        f"{folder} was not written by datasets' save_to_disk (no {STATE}; it contains {inside}); "
-        "use a .jsonl or .parquet file, or write the folder with save_to_disk"
-    )
+    suffix = next((suffix for suffix in DATA_FORMATS for name in inside if name.endswith(suffix)), None)
+    fix = "use a .jsonl or .parquet file, or write the folder with save_to_disk"
+    if suffix is not None:
+        fix = f"give one file, or join them, {join_command(f'{folder}/*{suffix}')}"
+    return f"{folder} was not written by datasets' save_to_disk (no {STATE}; it contains {inside}); {fix}"

@@ -56,7 +56,8 @@ MISTAKES = [
     ("--hf-checkpoint=~/qwen", "write the whole path"),
     ("--prompt-data '$DATA/prompts.jsonl'", "write the whole path"),
     ("--prompt-data prompts.jsonl more.jsonl", "join several into one"),
-    ("--prompt-data '*.jsonl'", "join the files into one"),
+    ("--prompt-data '*.jsonl'", "join the files into one, `cat *.jsonl > all.jsonl`"),
+    ("--prompt-data shards", "data_files='shards/*.parquet', split='train').to_parquet('all.parquet')"),
     # values
     ("--lr", "write --lr VALUE"),
     ("--lr = 1e-5", "write --lr 1e-5"),
@@ -112,6 +113,8 @@ def test_each_mistake_has_one_message_with_the_remedy(
     monkeypatch.chdir(tmp_path)
     Path("model").symlink_to(model)
     write_prompts(Path("prompts.jsonl"), 8)
+    Path("shards").mkdir()
+    Path("shards/0.parquet").touch()
     Path("table.csv").write_text("input,label\n1,1\n")
     Path("array.json").write_text('[{"input": "1", "label": "1"}]')
     Path("rewards.py").write_text("def digits(args, sample, **kwargs):\n    return 1.0\n\n\nclass Scorer:\n    pass\n")

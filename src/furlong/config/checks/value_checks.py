@@ -73,12 +73,20 @@ def prompt_file_problem(flag: str, path: str) -> str | None:
     return None
 
 
+def join_command(pattern: str) -> str:
+    """Return a command that joins the files of a pattern into one."""
+    if pattern.endswith(".parquet"):
+        load = f"__import__('datasets').load_dataset('parquet', data_files='{pattern}', split='train')"
+        return f"`python -c \"{load}.to_parquet('all.parquet')\"`"
+    return f"`cat {pattern} > all.jsonl`"
+
+
 def _pattern_problem(path: str) -> str | None:
     """Return what to write instead of `*.jsonl`, `NAME:FILE` and `NAME=FILE`; None for other paths."""
     if os.path.exists(path):
         return None
     if re.search(r"[*?]", path):
-        return "patterns are not expanded; join the files into one"
+        return f"patterns are not expanded; join the files into one, {join_command(path)}"
     named = re.fullmatch(r"([\w-]+)[:=](.+)", path)
     return f"no such file; write {named[1]} {named[2]}" if named is not None and os.path.exists(named[2]) else None
 
