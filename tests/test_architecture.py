@@ -91,7 +91,7 @@ BUDGET = {
     "rewards": 1780,
     "rollout": 4973,
     "run": 1513,
-    "sandboxes": 1460,
+    "sandboxes": 1465,
     "sessions": 3269,
     "sglang_layout": 770,
     "slime_api": 1043,

@@ -199,6 +199,8 @@ for kind in range(16): denied("prlimit", 261 if ARM else 302, 1, kind, limit, No
 denied("sched_setscheduler", 119 if ARM else 144, 1, 5, struct.pack("i", 0))
 denied("sched_setaffinity", 122 if ARM else 203, 1, 8, struct.pack("Q", 1))
 denied("setpriority", 140 if ARM else 141, 0, 1, 19); denied("setpriority", 140 if ARM else 141, 2, 0, 19)
+for which, who in ((1, 1), (2, os.getpgid(0)), (3, os.getuid())):
+    denied("ioprio_set", 30 if ARM else 251, which, who, 3 << 13)
 """),
     Escape("capabilities and new privileges", """
 rows = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
@@ -257,10 +259,14 @@ denied("request_key", 218 if ARM else 249, b"user", b"x", None, -3)
 """),
     Escape("rarely used system calls", """
 counter = struct.pack("II", 1, 112) + bytes(104)
+allow = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7FFF0000))
+program = struct.pack("HxxxxxxQ", 1, ctypes.addressof(allow))
 for name, x86, arm, values in (
     ("userfaultfd", 323, 282, (1,)), ("bpf", 321, 280, (5, bytes(120), 120)),
     ("io_uring_setup", 425, 425, (8, bytes(120))), ("perf_event_open", 298, 241, (counter, 0, -1, -1, 0)),
     ("memfd_create", 319, 279, (b"x", 0)), ("memfd_secret", 447, 447, (0,)), ("shmget", 29, 194, (0, 4096, 0o1600)),
+    ("seccomp", 317, 277, (1, 0, program)), ("landlock_create_ruleset", 444, 444, (struct.pack("QQ", 0, 3), 16, 0)),
+    ("io_setup", 206, 0, (60_000, ctypes.create_string_buffer(8))), ("prctl", 157, 167, (22, 2, program)),
     ("semget", 64, 190, (0, 1, 0o1600)), ("msgget", 68, 186, (0, 0o1600)), ("vmsplice", 278, 75, (1, None, 0, 0)),
 ):
     denied(name, arm if ARM else x86, *values)
@@ -512,6 +518,11 @@ for kind in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE
     refused(lambda: resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)))
 """),
     # -- other bounds
+    Escape("rights of folders that later commands need", """
+for path in ("/tmp", "/tmp/work", "/dev/shm"):
+    try: os.chmod(path, 0)
+    except OSError: pass
+"""),
     Escape("fork bomb", """
 while True:
     try: os.fork()

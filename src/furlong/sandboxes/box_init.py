@@ -102,7 +102,8 @@ class _Box:
         with socket.socket(socket.AF_UNIX) as probe:  # commands cannot change the sizes of their buffers
             sizes = [probe.getsockopt(socket.SOL_SOCKET, name) for name in (socket.SO_SNDBUF, socket.SO_RCVBUF)]
         self._socket_bytes = 2 * max(sizes)  # the last message may be as long as the buffer
-        self._work = os.open(WORK, os.O_RDONLY | os.O_DIRECTORY)
+        self._folders = {path: os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in _TMPFS}
+        self._work = self._folders[WORK]
         self._wake, signaled = os.pipe()
         os.set_blocking(signaled, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -110,8 +111,10 @@ class _Box:
 
     def answer(self, request: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
         """Run a command, or read or write a file with the rights of commands, none of which runs then."""
-        with self._as_user():
-            os.fchmod(self._work, 0o755)  # commands may have taken the rights of their folder away
+        with self._as_user():  # commands may have taken the rights of their folders away
+            for path, number in self._folders.items():
+                if path == WORK or self._uid is None:
+                    os.fchmod(number, 0o755 if path == WORK else 0o1777)
         if request["op"] == "exec":
             return self._execute(request, data)
         try:
@@ -248,8 +251,8 @@ class _Box:
                 break
             seen.update(processes)
         used += sum(shared.values())
-        for folder in _TMPFS:  # the sizes of files have a separate limit
-            filesystem = os.statvfs(folder)
+        for number in self._folders.values():  # the sizes of files have a separate limit
+            filesystem = os.statvfs(number)
             used += (filesystem.f_files - filesystem.f_ffree) * _INODE_BYTES
         if not self._has_network:
             used += _socket_bytes(self._socket_bytes)

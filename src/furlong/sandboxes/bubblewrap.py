@@ -156,16 +156,18 @@ def _tmpfs(path: str, size: int, mode: str) -> list[str]:
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH, column of the tables
 _ABSENT = {  # number on x86_64 and aarch64: memory that no limit counts, keys, and kernel surface
-    "add_key": (248, 217), "bpf": (321, 280), "clone3": (435, 435), "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427), "io_uring_setup": (425, 425), "keyctl": (250, 219), "memfd_create": (319, 279),
-    "memfd_secret": (447, 447), "msgget": (68, 186), "open_by_handle_at": (304, 265), "perf_event_open": (298, 241),
-    "request_key": (249, 218), "semget": (64, 190), "setns": (308, 268), "shmget": (29, 194), "syslog": (103, 116),
-    "unshare": (272, 97), "userfaultfd": (323, 282), "vmsplice": (278, 75),
+    "add_key": (248, 217), "bpf": (321, 280), "clone3": (435, 435), "io_setup": (206, 0), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "io_uring_setup": (425, 425), "ioprio_set": (251, 30), "keyctl": (250, 219),
+    "landlock_create_ruleset": (444, 444), "memfd_create": (319, 279), "memfd_secret": (447, 447), "msgget": (68, 186),
+    "open_by_handle_at": (304, 265), "perf_event_open": (298, 241), "request_key": (249, 218), "seccomp": (317, 277),
+    "semget": (64, 190), "setns": (308, 268), "shmget": (29, 194), "syslog": (103, 116), "unshare": (272, 97),
+    "userfaultfd": (323, 282), "vmsplice": (278, 75),
 }  # fmt: skip
 _OF_PROCESS_1 = {  # calls that the first process must not be the object of
     "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
     "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
 }  # fmt: skip
+_PRCTL, _SET_SECCOMP = (157, 167), 22  # filters take memory that no limit counts
 _SETPRIORITY, _CLONE, _IOCTL, _SOCKETS = (141, 140), (56, 220), (16, 29), ((41, 198), (53, 199))
 _SET_ATTRIBUTE = ((188, 5), (189, 6), (190, 7), (463, 463))  # setxattr: an access list of 64 KiB counts as no file
 _SET_OPTION, _BUFFER_SIZES = (54, 208), (socket.SO_SNDBUF, socket.SO_RCVBUF)
@@ -206,6 +208,7 @@ def seccomp_program() -> bytes:
     rule(_SET_OPTION, *ignored, where=(1, socket.SOL_SOCKET))
     for numbers in _OF_PROCESS_1.values():
         rule(numbers, (0, _EQUAL, 1, denied))
+    rule(_PRCTL, (0, _EQUAL, _SET_SECCOMP, _ERRNO | errno.EINVAL))
     rule(_SETPRIORITY, (0, _AT_LEAST, 1, denied), (1, _EQUAL, 1, denied))
     rule(_CLONE, (0, _ANY_BIT, _NAMESPACES, denied))
     rule(_IOCTL, *((1, _EQUAL, value, denied) for value in _TERMINAL))
