@@ -874,7 +874,8 @@ class TrainFlags(TypedDict, total=False):
     sglang_router_ip: str | Path | None
     """Host of a running sglang-router to send requests through."""
     sglang_router_port: int | None
-    """Port of that router."""
+    """Port of that router; without --sglang-router-ip, of the router or the /generate endpoint that the run opens.
+    Default: a free one."""
     sglang_router_request_timeout_secs: int
     """Timeout of a request to a server, in seconds."""
     sglang_server_concurrency: int

@@ -227,7 +227,7 @@ def test_a_prompt_file_with_a_slice_is_looked_for_without_it(run: list[str], tmp
     (bad,) = problems([*argv, "--prompt-data", f"{tmp_path / 'train.jsonl'}@[a:b]"])
     assert "is not a slice" in bad
     (tmp_path / "train.csv").write_text("")
-    assert "format .csv is not supported" in problems([*argv, "--prompt-data", str(tmp_path / "train.csv")])[0]
+    assert "the format .csv is not read" in problems([*argv, "--prompt-data", str(tmp_path / "train.csv")])[0]
     assert "write openai/gsm8k:SPLIT for a data set on the Hub" in problems([*argv, "--prompt-data", "openai/gsm8k"])[0]
     assert "https://a.b/c.jsonl" in problems([*argv, "--prompt-data", "https://a.b/c.jsonl"])[0]
 
