@@ -274,7 +274,7 @@ def test_role_settings_of_slimes_file_override_those_of_the_command_line(tmp_pat
         ("megatron: [{role: critic, overrides: {pipeline_model_parallel_size: 2}}]", "differs from the run's 1"),
         ("megatron: [{role: critic, overrides: {num_layers: 2}}]", "num_layers of the critic cannot be overridden"),
         ("megatron: [{role: critic, overrides: {lr: fast}}]", "lr of the critic: got 'fast'.*expected a number"),
-        ("megatron: [{role: critic, overrides: {lr: -1}}]", r"outside of \[0, inf\)"),
+        ("megatron: [{role: critic, overrides: {lr: -1}}]", r"outside of \[0, 10\]"),
     ],
 )
 def test_an_unusable_file_of_role_settings_is_one_problem(text, problem, tmp_path):
@@ -290,7 +290,7 @@ def test_flags_that_contradict_a_critic_are_refused(model, data, tmp_path):
     (tmp_path / "saved.yaml").write_text(f"megatron: [{{role: critic, overrides: {{save: {tmp_path}/c}}}}]")
     ppo = ("--advantage-estimator", "ppo")
     cases = {
-        (*ppo, "--critic-load", data): "is not a folder; give a Hugging Face model or a folder of checkpoints",
+        (*ppo, "--critic-load", data): "is a file; give the directory that contains config.json",
         (*ppo, "--critic-load", tmp_path / "small"): "vocabulary of 40, the policy 56; .* same tokenizer",
         (*ppo, "--save", tmp_path, "--critic-save", tmp_path): "one would overwrite the other; use another folder",
         (*ppo, "--megatron-config-path", tmp_path / "saved.yaml"): "written with checkpoints only; add --save",

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from fakes_engine import reference_log_probs
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, RolloutError
 from furlong.files.batch_file import load_batch
 from furlong.files.sample_file import load_samples
+from furlong.models.tokenizer import load_tokenizer
 from runs import flags, rows, train, write_model
 from served_engine import served_folder
+from teachers_zoo import BRANCHES, SPELLING, all_log_probs, own_log_probs
 
 ZOO = Path(__file__).parents[1] / "helpers" / "slime_zoo.py"
 SLIME = "slime.rollout.on_policy_distillation"
@@ -51,23 +50,6 @@ def go(model, data, tmp_path):
         return shown, [[s for group in dump.groups for s in group.samples] for dump in dumps], batches
 
     return run
-
-
-@functools.cache
-def loaded(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def own_log_probs(folder, sample):
-    """Log-probs of the response by a model's own forward pass."""
-    prompt, response = sample.tokens[: sample.prompt_length], sample.tokens[sample.prompt_length :]
-    return reference_log_probs(loaded(folder), prompt, response).numpy()
-
-
-def all_log_probs(folder, sample):
-    with torch.no_grad():
-        logits = loaded(folder)(torch.tensor([sample.tokens])).logits[0].float()
-    return logits[sample.prompt_length - 1 : -1].log_softmax(-1).numpy()
 
 
 def parts_of(batch, name):
@@ -109,9 +91,9 @@ def test_each_sample_is_scored_by_its_teacher_at_the_likeliest_tokens(go, model,
     for sample in samples[0]:
         name = sample.metadata["opd_teacher"]
         np.testing.assert_allclose(sample.teacher_log_probs, own_log_probs(folders[name], sample), atol=1e-5)
-        ids = torch.from_numpy(all_log_probs(model, sample)).topk(3).indices.numpy()
+        ids = all_log_probs(model, sample).topk(3).indices.numpy()
         np.testing.assert_array_equal(sample.teacher_top_ids, ids)
-        values = np.take_along_axis(all_log_probs(folders[name], sample), ids, 1)
+        values = np.take_along_axis(all_log_probs(folders[name], sample).numpy(), ids, 1)
         np.testing.assert_allclose(sample.teacher_top_log_probs, values, atol=1e-5)
         if name == "self":  # the policy before its first update
             np.testing.assert_allclose(sample.teacher_log_probs, sample.rollout_log_probs, atol=1e-5)
@@ -122,6 +104,78 @@ def test_each_sample_is_scored_by_its_teacher_at_the_likeliest_tokens(go, model,
     for batch, replayed in zip(batches, again, strict=True):
         for name in ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs"):
             np.testing.assert_array_equal(batch.columns[name], replayed.columns[name])
+
+
+ENVIRONMENT = {"environment": SPELLING, "max_turns": 3, "label_key": None}
+AGENT = {"agent_function_path": BRANCHES, "rm_type": "random"}
+
+
+@pytest.mark.parametrize("agent", [ENVIRONMENT, AGENT], ids=["environment", "agent"])
+@pytest.mark.parametrize(
+    ("way", "loss"),
+    [("trainer", "topk"), ("trainer", "full"), ("url", "topk"), ("folder", "sampled"), ("slime", "sampled")],
+)
+def test_samples_of_agents_are_scored_where_they_are_trained(go, agent, way, loss, teacher, url):
+    """Each leaf in its own context; texts of the environment are scored but not trained."""
+    functions = {"custom_rm_path": f"{SLIME}.reward_func", "rm_url": f"{url}/generate", "rm_type": None}
+    functions |= {"custom_reward_post_process_path": f"{SLIME}.post_process_rewards"}
+    given = {
+        "trainer": {"opd_teacher_load": teacher},
+        "url": {"opd_teacher_urls": f"t={url}"},
+        "folder": {"opd_teacher_urls": f"t={teacher}"},
+        "slime": functions,
+    }
+    shown, samples, batches = go(**agent | given[way], opd_loss=loss, calculate_per_token_loss=True)
+    assert len(samples[0]) == 16 * (3 if agent is AGENT else 1)
+    for sample, log_probs in zip(samples[0], parts_of(batches[0], "teacher_log_probs"), strict=True):
+        np.testing.assert_allclose(log_probs, own_log_probs(teacher, sample), atol=1e-5)
+    masks = np.concatenate([sample.loss_mask for sample in samples[0]])
+    assert 0 < masks.mean() < 1
+    np.testing.assert_array_equal(batches[0].loss_masks, masks)
+    if loss == "sampled":
+        kl = batches[0].columns["opd_reverse_kl"]
+        assert not kl[masks == 0].any()
+        assert shown[0]["train/opd_reverse_kl"] == pytest.approx(kl[masks == 1].mean(), rel=1e-3)
+    assert min(row["train/grad_norm"] for row in shown) > 0
+
+
+@pytest.mark.parametrize("loss", ["sampled", "topk", "full"])
+@pytest.mark.parametrize("agent", [ENVIRONMENT, AGENT], ids=["environment", "agent"])
+def test_an_agent_has_nothing_to_learn_from_itself(go, model, agent, loss):
+    shown, _, _ = go(**agent, opd_teacher_load=model, opd_loss=loss, opd_task_reward_coef=0.0, weight_decay=0.0)
+    assert [(row["train/opd_reverse_kl"], row["train/grad_norm"]) for row in shown] == [(0.0, 0.0)] * 2
+
+
+def test_a_privileged_prompt_replaces_the_first_one_only(go, model, data, tmp_path):
+    """What an agent's leaf has before its first trained token stays; so does the prompt of another conversation."""
+    lines = [json.loads(line) for line in data.read_text().splitlines()]
+    hinted = [row | {"metadata": {"hint": f"{row['input']}{row['label']}"}} for row in lines]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in hinted))
+    _, samples, _ = go(
+        **AGENT, opd_teacher_urls=f"t={model}", opd_teacher_prompt_key="hint", prompt_data=tmp_path / "rows.jsonl"
+    )
+    tokenizer, num_replaced = load_tokenizer(model), 0
+    for sample in samples[0]:
+        first = sample.metadata["session_prompt_ids"]
+        begin = tokenizer.encode(sample.metadata["hint"]) if first else []
+        scored = dataclasses.replace(sample, tokens=begin + sample.tokens[first:])
+        np.testing.assert_allclose(sample.teacher_log_probs, own_log_probs(model, scored), atol=1e-5)
+        num_replaced += first > 0
+        is_second = sample.metadata["messages"][-2]["content"] == "2="
+        assert (sample.prompt_length > first > 0) == is_second
+    assert num_replaced == 32
+
+
+def test_a_reply_about_one_leaf_is_not_taken_for_others(go, url):
+    own = {"custom_rm_path": f"{ZOO}:ask_teacher", "custom_reward_post_process_path": f"{ZOO}:keep_teacher"}
+    with pytest.raises(RolloutError, match=r"the reply to the last leaf .* --opd-teacher-urls"):
+        go(**AGENT | own | {"rm_type": None, "rm_url": f"{url}/generate"})
+
+
+def test_samples_that_are_too_long_for_the_teacher_fail_for_that_reason(go, tmp_path):
+    short = write_model(tmp_path / "short", max_position_embeddings=8)
+    with pytest.raises(RolloutError, match=r"\[OPD01\] .* 16x teacher: prompt and response have \d+ tokens, and its"):
+        go(opd_teacher_urls=f"t={short}", rm_type="random")
 
 
 def test_a_teacher_that_does_not_answer_is_an_error_before_the_run(go):

@@ -322,15 +322,16 @@ def test_a_teacher_that_cannot_be_compared(world):
     assert "OPD01" not in {each.id for each in world.look(**own | {"opd_teacher_load": own["hf_checkpoint"]})}
 
 
-@fault("NUM01", "OPD01")
+@fault("NUM01", "NUM07", "OPD01")
 @pytest.mark.parametrize(
     ("row", "flag", "given"),
     [
         ("NUM01", "ref_load", {"use_kl_loss": True}),
         ("OPD01", "opd_teacher_load", {"use_opd": True, "opd_type": "trainer"}),
+        ("NUM07", "critic_load", {"advantage_estimator": "ppo"}),
     ],
 )
-def test_a_frozen_model_with_other_tokens(world, row, flag, given):
+def test_a_further_model_with_other_tokens(world, row, flag, given):
     own = {**given, flag: world.folder / "other"}
     shutil.copytree(world.model, own[flag])
     assert world.look(**own) == []

@@ -52,6 +52,48 @@ def test_a_teacher_of_another_template(distill):
     assert look(apply_chat_template=True, opd_teacher_tokenizer=folder) == []
 
 
+def test_a_teacher_in_the_trainer_with_another_template_or_a_short_context(distill):
+    folder, look = distill
+    given = {"opd_teacher_urls": None, "opd_teacher_load": folder, "apply_chat_template": True}
+    assert look(**given) == []
+    (folder / "chat_template.jinja").write_text("Q: {{ messages[0].content }} A:")
+    assert names(only(look(**given), "OPD01", "warning").finding, "in the trainer", "Q: What is 3 + 4? A:")
+    given.pop("apply_chat_template")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 8}))
+    assert names(only(look(**given, rollout_max_response_len=8), "OPD01", "warning").finding, "context of 8 tokens")
+
+
+def test_the_server_of_slimes_functions_is_compared_and_evaluations_by_them_are_reported(distill, world):
+    functions = "slime.rollout.on_policy_distillation."
+    flags = {"custom_rm_path": f"{functions}reward_func", "opd_teacher_urls": None, "rm_type": None}
+    flags |= {"custom_reward_post_process_path": f"{functions}post_process_rewards"}
+    folder, look = distill
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 8}))
+
+    async def answer(path, body):
+        return 200, {"version": "0.5.16", "tokenizer_path": str(folder)}
+
+    server = ScriptedServer(answer)
+    flags["rm_url"] = f"{server.url}/generate"
+    try:
+        assert names(only(look(**flags), "OPD01").finding, "the teacher default", "logits of 8 tokens")
+    finally:
+        server.stop()
+    found = only(look(**flags, eval_prompt_data=["held", world.data]), "REW01", "warning")
+    assert names(found.remedy, "rm_type in --eval-config")
+
+
+def test_a_prompt_for_the_teacher_that_no_row_has(distill, world):
+    _, look = distill
+    world.write({"input": "1+1=", "label": "2", "metadata": {"hint": "1+1=2"}})
+    found = only(look(rollout_batch_size=1, opd_teacher_prompt_key="hnit"), "DATA01")
+    assert names(found.finding, "--opd-teacher-prompt-key hnit")
+    assert names(found.remedy, "hint")
+    assert look(rollout_batch_size=1, opd_teacher_prompt_key="hint") == []
+
+
 def test_a_row_of_a_teacher_that_does_not_exist(distill, world):
     folder, look = distill
     world.write({"input": "1+1=", "label": "2", "metadata": {"opd_teacher": "math"}})

@@ -9,7 +9,9 @@ import re
 import subprocess
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+import torch
 from transformers import Glm4Config, Qwen3Config
 
 import forked_sglang
@@ -17,10 +19,12 @@ import killing_reward
 import streaming_agents
 from diagnosed_runs import events
 from furlong.config.passthrough import LISTS
+from furlong.files.batch_file import load_batch
 from furlong.sessions.tree import TreeNode
-from runs import REPOSITORY
+from runs import REPOSITORY, rows
 from sglang_on_cpu import FLAGS, skip_without_it, visible
 from sglang_runs import ROLLOUTS, WHOLE, run, write_wide
+from teachers_zoo import SPELLING, all_log_probs, own_log_probs
 
 pytestmark = pytest.mark.nightly
 
@@ -104,6 +108,41 @@ def test_log_probs_of_structured_output_are_those_of_the_policy_without_the_sche
     samples = [sample for rollout in trained.rollouts for sample in rollout]
     assert {sample.response.removesuffix("<|im_end|>") for sample in samples} <= {"12", "345", "678"}
     assert {len(set(sample.token_versions)) for sample in samples} == {1}
+
+
+MODELS = """
+sglang:
+- {{name: actor, server_groups: [{{worker_type: regular, num_gpus: 1}}]}}
+- {{name: large, model_path: {teacher}, server_groups: [{{worker_type: regular, num_gpus: 1}}]}}
+"""
+
+
+def test_a_frozen_model_is_a_teacher_of_the_likeliest_tokens(tmp_path):
+    """As the same teacher in the trainer, in a run of an agent of several turns; its engine gets no weights."""
+    model, teacher = (write_wide(tmp_path / name, WIDTH, seed=seed) for name, seed in (("model", 0), ("teacher", 7)))
+    (tmp_path / "models.yaml").write_text(MODELS.format(teacher=teacher))
+    distilled = {
+        "use_opd": True, "opd_loss": "topk", "opd_log_prob_top_k": 4, "opd_task_reward_coef": 0.0, "rm_type": None,
+        "environment": SPELLING, "max_turns": 3,
+        "save_debug_train_data": f"{tmp_path}/{{rollout_id}}.batch",
+    }  # fmt: skip
+    served = {"sglang_config": tmp_path / "models.yaml", "rollout_num_gpus": 2}
+    trained = run(model, tmp_path, max_gap=MAX_GAP, has_one_version=False, **distilled, **served, **FLAGS)
+    assert trained.proofs == [WHOLE] * (ROLLOUTS + 1)
+    for number, samples in enumerate(trained.rollouts):
+        batch = load_batch(tmp_path / f"{number}.batch")
+        columns = [
+            np.split(batch.columns[f"teacher_{name}"], batch.response_starts[1:-1])
+            for name in ("log_probs", "top_ids", "top_log_probs")
+        ]
+        for sample, log_probs, ids, top in zip(samples, *columns, strict=True):
+            assert set(sample.loss_mask or ()) == {0, 1}
+            np.testing.assert_allclose(log_probs, own_log_probs(teacher, sample), atol=MAX_GAP)
+            of_ids = all_log_probs(teacher, sample).gather(1, torch.from_numpy(ids).long())
+            np.testing.assert_allclose(top, of_ids, atol=MAX_GAP)
+    kl = [row["train/opd_reverse_kl"] for row in rows(tmp_path / "run") if row["step"]]
+    assert len(kl) == ROLLOUTS
+    assert min(kl) > 0
 
 
 def test_the_options_that_furlong_knows_are_those_of_the_server(sglang):

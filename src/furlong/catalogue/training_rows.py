@@ -281,12 +281,13 @@ ROWS = (
     Row(
         "NUM07",
         "the critic is of no use",
-        "R",
+        "PR",
         "warning",
         symptom="PPO learns slowly or not at all; values do not follow the returns, or grow without bound.",
         cause="The critic's learning rate is too low or too high, it is trained too rarely, or nothing in the tokens "
-        "tells the outcome.",
-        checked="The explained variance, on average over 32 rollouts; the critic's loss against its median.",
+        "tells the outcome; or --critic-load has another tokenizer.",
+        checked="The tokenizer of --critic-load against that of --hf-checkpoint; the explained variance, "
+        "on average over 32 rollouts; the critic's loss against its median.",
         remedy="Raise --critic-lr or --num-critic-only-steps; start from a trained critic with --critic-load; or use "
         "an estimator without a critic, such as --advantage-estimator grpo.",
     ),

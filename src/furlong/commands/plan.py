@@ -99,12 +99,7 @@ def _text(plan: MemoryPlan, name: str) -> str:
     table.add_column("phase")
     table.add_column("GiB", justify="right")
     table.add_column("breakdown")
-    others = {"engine": plan.engine, "host": plan.host}
-    phases = [
-        *(("trainer", phase) for phase in plan.trainer),
-        *((who, phase) for who, phase in others.items() if phase),
-    ]
-    for who, phase in phases:
+    for who, phase in [*plan.phases, *([("host", plan.host)] if plan.host else [])]:
         parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in phase.parts.items() if size > 0.05 * GIB)
         mark = "" if phase.total <= plan.limit or who == "host" else "  does not fit"
         table.add_row(who, phase.name, f"{phase.total / GIB:.1f}{mark}", "; ".join(filter(None, (parts, phase.note))))

@@ -226,7 +226,7 @@ _OTHER_NAMES = {
     "--max-response-len",
     "--rollout-max-prompt-len": "--max-prompt-length --max-prompt-len",
     "--kl-loss-coef": "--beta --kl-beta",
-    "--advantage-estimator": "--algorithm --algo --adv-estimator --loss-algorithm",
+    "--advantage-estimator": "--algorithm --algo --adv-estimator --loss-algorithm --use-critic",
     "--custom-rm-path": "--reward --rewards --reward-func --reward-funcs --reward-fn --reward-function",
     "--save-interval": "--save-steps --save-freq --save-every",
     "--eval-interval": "--eval-steps --eval-freq --eval-every",

@@ -44,13 +44,13 @@ def critic_settings(config: Config) -> CriticSettings:
         if (steps := getattr(config.optim, name)) is not None:
             values[name] = steps * algo.critic_steps_per_rollout
     optim = dataclasses.replace(config.optim, **(values | overrides))
-    if optim.min_lr > optim.lr:
+    if optim.min_lr > optim.lr >= 0:
         raise ConfigError(
             f"the critic's learning rate {optim.lr:g} is below --min-lr {optim.min_lr:g}; raise --critic-lr, or give "
             f"the critic its own min_lr in {FLAG}"
         )
     other = config.checkpoint
-    if save is not None and other.save is None:
+    if save not in (None, algo.critic_save) and other.save is None:
         raise ConfigError(f"{FLAG} gives the critic save {save}, which is written with checkpoints only; add --save")
     for flag, path in (("--save", other.save), ("--save-hf", other.save_hf)):
         if save is not None and path is not None and Path(save) == Path(path):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from furlong.config.critic import critic_settings
 from furlong.config.engine_groups import is_split, served_models
 from furlong.config.sections import Config
 from furlong.core.algorithms import Role
 from furlong.core.model_config import read_json
 from furlong.core.routing import RoutingShape
+from furlong.errors import ConfigError
 
 LABELLED = ("math", "dapo", "deepscaler", "f1")  # verifiers that score nothing without a label
 SERVERS = ("external", "sglang")  # never in this process; embedded engines are servers if they have their own GPUs
@@ -58,7 +61,7 @@ def model_folder(config: Config, run_folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model that is not trained, by the flag with its folder; `step` selects a checkpoint there."""
+    """A model other than the policy, by the flag with its folder; `step` selects a checkpoint there."""
 
     role: Role
     flag: str
@@ -75,6 +78,16 @@ def frozen_models(config: Config) -> list[FrozenModel]:
     if opd.has_teacher_model and opd.opd_teacher_load is not None:
         step = ("--opd-teacher-ckpt-step", opd.opd_teacher_ckpt_step)
         models.append(FrozenModel("teacher", "--opd-teacher-load", opd.opd_teacher_load, *step))
+    return models
+
+
+def further_models(config: Config) -> list[FrozenModel]:
+    """Return the frozen models, and the critic if it has a folder of its own, where it starts as the latest."""
+    models = frozen_models(config)
+    if config.algo.uses_critic:
+        with contextlib.suppress(ConfigError):  # of --megatron-config-path, which is reported elsewhere
+            if (load := critic_settings(config).load) is not None:
+                models.append(FrozenModel("critic", "--critic-load", load, "--critic-load", None))
     return models
 
 

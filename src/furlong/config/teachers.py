@@ -12,6 +12,7 @@ from furlong.config.sections import Config
 from furlong.core.text import abbreviate
 from furlong.errors import ConfigError
 
+ASKS, READS = (f"rollout.on_policy_distillation.{name}" for name in ("reward_func", "post_process_rewards"))
 DEFAULT = "default"  # scores samples that name no teacher; so does a teacher that is the only one
 MESSAGES = "prompt_messages"  # metadata: messages of a prompt, for a teacher that renders its own template
 
@@ -41,7 +42,9 @@ def teacher_specs(config: Config) -> list[TeacherSpec]:
     if not opd.use_opd or opd.has_teacher_model:
         return []
     named = [_named(text) for text in opd.opd_teacher_urls or ()]
-    if not named and reward.rm_url is not None and reward.custom_rm_path is None and reward.rm_type is None:
+    is_slimes = is_asked_for(reward.custom_rm_path, reward.custom_reward_post_process_path)
+    is_free = reward.custom_rm_path is None and reward.rm_type is None
+    if not named and reward.rm_url is not None and (is_slimes or is_free):
         named = [(DEFAULT, reward.rm_url)]
     values: dict[str, str | None] = dict(named)
     if opd.opd_teacher_urls or reward.custom_rm_path is None:
@@ -53,6 +56,14 @@ def teacher_specs(config: Config) -> list[TeacherSpec]:
         url = value.rstrip("/").removesuffix("/generate") if value is not None and "://" in value else None
         specs.append(TeacherSpec(name, url, None if url else value, tokenizer))
     return specs
+
+
+def is_asked_for(reward_path: str | None, process_path: str | None) -> bool:
+    """Whether these are slime's reward function and its post-processing, instead of which the run asks the teacher.
+
+    The leaves of an agent's episode share a reward, so that the reply to one of them would be taken for all.
+    """
+    return bool(reward_path and process_path) and str(reward_path).endswith(ASKS) and str(process_path).endswith(READS)
 
 
 def teacher_of(name: object, names: list[str]) -> str | None:
@@ -70,7 +81,8 @@ def teacher_problems(config: Config) -> Iterator[str]:
     except ConfigError:  # of --sglang-config, which is reported elsewhere
         return
     functions = (config.reward.custom_rm_path, rollout.custom_generate_function_path, rollout.rollout_function_path)
-    if not specs and not any(functions) and config.debug.load_debug_rollout_data is None and not opd.has_teacher_model:
+    has_teacher = specs or any(functions) or opd.has_teacher_model or opd.opd_teacher_load is not None
+    if not has_teacher and config.debug.load_debug_rollout_data is None:
         yield (
             "--use-opd has no teacher; add --opd-teacher-load FOLDER for one in the trainer, or --opd-teacher-urls "
             "NAME=URL for a server, or give a frozen model in --sglang-config"
@@ -80,21 +92,49 @@ def teacher_problems(config: Config) -> Iterator[str]:
             f"--opd-teacher-urls with --rollout-function-path {rollout.rollout_function_path}, which generates samples "
             "itself: set sample.teacher_log_probs there, and remove --opd-teacher-urls"
         )
+    reward, slime = config.reward, "slime.rollout.on_policy_distillation"
+    if not opd.has_teacher_model and not opd.opd_teacher_urls:
+        process, path = config.reward.custom_reward_post_process_path, reward.custom_rm_path
+        if (path or "").endswith(ASKS) and reward.rm_url is None:
+            yield f"--custom-rm-path {path} asks the teacher at --rm-url; add --rm-url http://HOST:PORT/generate"
+        if (path or "").endswith(ASKS) and process is None:
+            yield (
+                f"--custom-rm-path {path} returns the teacher's reply; add --custom-reward-post-process-path "
+                f"{slime}.post_process_rewards, which reads it"
+            )
+        if path is None and (process or "").endswith(READS):
+            yield (
+                f"--custom-reward-post-process-path {process} reads the teacher's replies; add --custom-rm-path "
+                f"{slime}.reward_func, which asks it"
+            )
     names = [_named(text)[0] for text in opd.opd_teacher_urls or ()]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"--opd-teacher-urls has two teachers named {name!r}; give each another name"
     for spec in specs:
         where = f"--opd-teacher-urls {spec.name}"
+        if not spec.name or spec.folder == "":
+            yield f"--opd-teacher-urls {spec.name}={spec.url or spec.folder} lacks a name or a value; use NAME=URL"
+            continue
         if spec.url and (problem := url_problem(where, spec.url)):
             yield problem
         if spec.folder and (problem := model_problem(where, spec.folder)):
-            yield problem
-        if spec.tokenizer and not Path(spec.tokenizer).is_dir():
-            yield f"--opd-teacher-tokenizer {spec.tokenizer}: no such folder; give that of the teacher's tokenizer"
+            host, _, port = spec.folder.rpartition(":")
+            is_address = bool(host) and port.split("/")[0].isdigit()
+            yield f"{where} {spec.folder} is not a URL; use http://{spec.folder}" if is_address else problem
+        if spec.tokenizer and not any(Path(spec.tokenizer).glob("tokenizer*.*")):
+            yield f"--opd-teacher-tokenizer {spec.tokenizer}: no tokenizer there; give the folder of the teacher's"
         if spec.tokenizer and opd.opd_loss == "topk":
             yield (
                 "--opd-teacher-tokenizer with --opd-loss topk: tokens of another vocabulary have no counterpart at "
                 "each position; use --opd-loss sampled"
+            )
+    session = config.session
+    agents = {"--environment": session.environment, "--agent-function-path": session.agent_function_path}
+    for flag, given in (agents | {"--agent-command": session.agent_command}).items():
+        if given and opd.opd_teacher_tokenizer:
+            yield (
+                f"--opd-teacher-tokenizer with {flag}: conversations of agents have the policy's chat template, which "
+                "is not text; use a teacher with the policy's tokenizer"
             )
     for text in opd.opd_teacher_tokenizer or ():
         name = _named(text)[0]

@@ -171,7 +171,7 @@ class MicroBatch:
     rows [S]: the samples of the batch.
     routed_experts_TLK: int16 on the host, the engine's routing of each token in each layer, -1 if unknown.
     policy_routes: the routing of this rank's tokens in an earlier pass, in the backend's format.
-    teacher_hidden_RD: the input of the teacher's head, if the loss compares the whole vocabulary.
+    teacher_hidden_RD: the input of the teacher's head, on the host, if the loss compares the whole vocabulary.
     step_tokens, step_samples: totals of the optimizer step over all ranks; 0 if unknown.
     host: what `host_index` returns, if it was kept.
     """

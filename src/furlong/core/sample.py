@@ -15,6 +15,7 @@ from furlong.errors import DataError
 MADE_BY_FUNCTION = -2  # epoch of groups that a rollout function made itself
 UNKNOWN_VERSION = -1  # weight version of tokens from the environment, or of tokens that user code added without one
 
+FIRST_PROMPT = "session_prompt_ids"  # metadata: tokens of an agent's first prompt that the sample begins with; or 0
 STEP_REWARDS = "step_rewards"  # metadata: parts of the reward that were earned in each turn
 TURN_ENDS = (
     "turn_ends"  # metadata: number and last response token of each trained turn; without it, of each trained run

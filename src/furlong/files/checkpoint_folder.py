@@ -84,10 +84,9 @@ def find_foreign_weights(folder: Path, *, step: int | None) -> Path | None:
     return folder / name if name and (folder / name / DIST_INDEX).is_file() else None
 
 
-def check_has_steps(flag: str, folder: str, step: int | None) -> None:
-    """Raise ConfigError if a step of a Hugging Face model is asked for (--ckpt-step with `flag` --load)."""
+def check_has_steps(flag: str, folder: str, step_flag: str, step: int | None) -> None:
+    """Raise ConfigError if a step of a Hugging Face model is asked for (`step_flag`, with `flag`)."""
     if step is not None and (Path(folder) / "config.json").is_file():
-        step_flag = "--ckpt-step" if flag == "--load" else "--ref-ckpt-step"
         raise ConfigError(f"{step_flag} {step} has no effect: {flag} {folder} is a Hugging Face model; remove it")
 
 

@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from furlong.core.event_loop import call_in_thread
 from furlong.core.process_environment import agent_environment
-from furlong.core.sample import OTHER_CONTEXT, ROLE, ROLE_GROUP, STEP_REWARDS, TURN_ENDS, UNSAMPLED, Sample
+from furlong.core.sample import (
+    FIRST_PROMPT,
+    OTHER_CONTEXT,
+    ROLE,
+    ROLE_GROUP,
+    STEP_REWARDS,
+    TURN_ENDS,
+    UNSAMPLED,
+    Sample,
+)
 from furlong.core.supervised_process import ProcessLimits, ending_of, run_supervised
 from furlong.core.user_code import describe_exception, is_async, is_raised_by_user, with_hook_errors
 from furlong.core.user_functions import accepted_keywords, load_function
@@ -50,6 +59,7 @@ MAX_NESTING = 100  # of what a command prints
 MODEL = "default"
 RECORDED = {  # keys of metadata that furlong writes, or reads for metrics
     *(MESSAGES, TURNS, EPISODE, LEAF, ROLE, ROLES, ROLE_GROUP, LIMIT, SILENT, REISSUED, UNSAMPLED, OTHER_CONTEXT),
+    FIRST_PROMPT,
     *(AGENT_ERROR, ENVIRONMENT, INFO, PARTS, FAILED_PARTS, STEP_REWARDS, TURN_ENDS, "raw_reward", "round_number"),
 }
 REMIND_S = 60.0  # without an application, after which the log says how to open a session

@@ -49,6 +49,7 @@ from furlong.rollout.group_pool import (
 )
 from furlong.rollout.metrics import SampleReport
 from furlong.rollout.replay import HookSource, instance_of
+from furlong.rollout.teachers import FAILED
 from furlong.rollout.train_batch import Conversion, batch_from_groups
 
 DROPS_PER_WARNING = 10  # batches' worth of dropped groups in one rollout
@@ -476,6 +477,9 @@ def all_failed(rollout_id: int, groups: Sequence[Group], *, is_custom: bool) -> 
         cause = "Rewards fail for every sample; failures do not count as reward 0."
         test = "`furlong reward test` with the same flags scores a few rows"
         return diagnosis("REW03", finding, cause=cause, remedy=f"{remedy}; {test}")
+    if sum(outcome.reason.startswith(FAILED) for outcome in outcomes) * 2 > len(outcomes):
+        cause, remedy = "The teacher can score none of these samples.", "fix the errors above"
+        return diagnosis("OPD01", finding, cause=cause, remedy=remedy)
     if is_slow and not is_custom:
         cause = "The engine is too slow for --generate-timeout, or responses do not end."
         remedy = "raise --generate-timeout, or lower --rollout-max-response-len"

@@ -439,10 +439,12 @@ async def run_group(
     group.samples = [sample for samples in produced for sample in samples]
     if is_finished(group):
         with wait.phase(scoring=1):
-            scoring = [score(group.samples, generation)]
+            scoring: list[Coroutine[Any, Any, dict[int, Outcome] | None]] = [score(group.samples, generation)]
             if generation.teachers is not None:
                 scoring.append(generation.teachers.ask(group.samples))
-            await gather_or_cancel(scoring)
+            failed = (await gather_or_cancel(scoring))[-1] or {}
+            for place, outcome in failed.items():
+                group.samples[place].status, group.samples[place].outcome = Status.FAILED, outcome
     return group
 
 

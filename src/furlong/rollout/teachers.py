@@ -15,11 +15,13 @@ from furlong.core.chat_template import TEMPLATE_ERRORS, apply_template
 from furlong.core.event_loop import gather_or_cancel
 from furlong.core.metric import Metrics, mean
 from furlong.core.outcome import Outcome
-from furlong.core.sample import Sample, Status
+from furlong.core.sample import FIRST_PROMPT, Sample, Status
 from furlong.core.text import abbreviate
 from furlong.errors import RolloutError
 from furlong.interfaces import Engine
 from furlong.rollout.token_alignment import TokenBytes, common_groups, shared_log_probs
+
+FAILED = "teacher: "  # begins the reason of a sample that its teacher cannot score
 
 
 @dataclass(frozen=True)
@@ -65,22 +67,25 @@ class Teachers:
         for teacher in self.teachers.values():
             await teacher.engine.close()
 
-    async def ask(self, samples: Sequence[Sample]) -> None:
-        """Set the columns of finished samples; one that has no teacher, or is too long for it, becomes FAILED.
+    async def ask(self, samples: Sequence[Sample]) -> dict[int, Outcome]:
+        """Set the columns of finished samples; return failures by place, of those without a teacher or too long for it.
 
         An EngineError of a teacher propagates: without it nothing can be learned.
         """
-        await gather_or_cancel(self._ask(sample) for sample in samples)
+        errors = await gather_or_cancel(self._ask(sample) for sample in samples)
+        return {i: Outcome.failed(f"{FAILED}{e}", stage="generate") for i, e in enumerate(errors) if e is not None}
 
-    async def _ask(self, sample: Sample) -> None:
+    async def _ask(self, sample: Sample) -> RolloutError | None:
         if sample.status in (Status.FAILED, Status.ABORTED) or not sample.response_length:
-            return
+            return None
         started = time.perf_counter()
         try:
             await self._score(sample, self.teachers[self._name(sample)])
         except RolloutError as error:
-            sample.status, sample.outcome = Status.FAILED, Outcome.failed(f"teacher: {error}", stage="generate")
-        self._seconds.append(time.perf_counter() - started)
+            return error
+        finally:
+            self._seconds.append(time.perf_counter() - started)
+        return None
 
     def _name(self, sample: Sample) -> str:
         given = sample.metadata.get(self.key)
@@ -92,9 +97,15 @@ class Teachers:
         return name
 
     def _prompt(self, sample: Sample, teacher: Teacher) -> list[int]:
+        """Return the prompt that the teacher sees, with what an agent's leaf has before its first trained token.
+
+        Leaves that do not begin with the agent's first prompt, such as those of sub-agents, keep theirs.
+        """
+        own = sample.tokens[: sample.prompt_length]
+        shown = int(sample.metadata.get(FIRST_PROMPT, len(own)))
         given = None if self.prompt_key is None else sample.metadata.get(self.prompt_key)
-        if given is None and teacher.tokenizer is None:
-            return sample.tokens[: sample.prompt_length]
+        if teacher.tokenizer is None and (given is None or not shown):
+            return own
         if isinstance(given, str) and self.applies_template:
             given = [{"role": "user", "content": given}]
         if given is None:
@@ -110,7 +121,7 @@ class Teachers:
         ids = list(tokenizer.encode(given, add_special_tokens=False))
         if not ids:
             raise RolloutError("its prompt has no tokens")
-        return ids
+        return ids + own[shown:]
 
     async def _score(self, sample: Sample, teacher: Teacher) -> None:
         prompt, response = self._prompt(sample, teacher), sample.tokens[sample.prompt_length :]
@@ -129,7 +140,15 @@ class Teachers:
             sample.teacher_top_ids, sample.teacher_top_log_probs = ids_RK, scores.asked_RK
 
     async def _score_text(self, sample: Sample, teacher: Teacher, prompt: list[int], response: list[int]) -> None:
-        """Score the text of a response with the teacher's tokens. Ends of sequence correspond."""
+        """Score the text of a response with the teacher's tokens. Ends of sequence correspond.
+
+        Raises RolloutError for conversations of agents, whose boundaries are tokens of the policy's template.
+        """
+        if FIRST_PROMPT in sample.metadata or not all(sample.loss_mask or ()):
+            raise RolloutError(
+                "its tokenizer is not the policy's, whose chat template the conversation of an agent has: use a "
+                "teacher with the policy's tokenizer"
+            )
         assert self.token_bytes is not None
         assert teacher.token_bytes is not None
         tokenizer, ends = teacher.tokenizer, response[-1] == self.tokenizer.eos_token_id
@@ -155,7 +174,7 @@ class Teachers:
     def _check_length(self, count: int, teacher: Teacher) -> None:
         if teacher.context_len is not None and count >= teacher.context_len:
             raise RolloutError(
-                f"prompt and response have {count} tokens, and its context length is {teacher.context_len}; serve it "
+                f"prompt and response have {count} tokens, and its context has {teacher.context_len}; serve it "
                 "with a longer context, or lower --rollout-max-response-len"
             )
 

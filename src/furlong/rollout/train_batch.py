@@ -30,6 +30,7 @@ from furlong.core.sample import (
 )
 from furlong.core.text import abbreviate, shortened
 from furlong.errors import DataError, RolloutError
+from furlong.sessions.samples import LEAF
 
 MAX_ID = (1 << 31) - 1  # tokens are int32
 CONVERSION = "--custom-convert-samples-to-train-data-path"
@@ -206,6 +207,13 @@ def _post_processed(
     """
     scored = [i for i, sample in enumerate(samples) if sample.status is not Status.FAILED]
     result = function(args, [samples[i] for i in scored])
+    for sample in (samples[i] for i in scored):
+        reply: Any = sample.reward if LEAF in sample.metadata else None
+        if isinstance(reply, dict) and "meta_info" in reply and sample.teacher_log_probs is not None:
+            raise RolloutError(
+                f"--custom-reward-post-process-path set teacher_log_probs of sample {sample.index}, whose reward is "
+                "the reply to the last leaf of its episode: use --opd-teacher-urls, which scores each leaf"
+            )
     what = type(result).__name__
     if isinstance(result, tuple | list) and len(result) == 2:
         raw, rewards = np.full(len(samples), np.nan), np.zeros(len(samples), np.float32)

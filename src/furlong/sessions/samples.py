@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 from furlong.core.routing import extend_routes
 from furlong.core.sample import (
+    FIRST_PROMPT,
     ROLE,
     ROLE_GROUP,
     STATUS_BY_FINISH_REASON,
@@ -137,7 +138,9 @@ def _sample(session: Session, origin: Sample, leaf: TreeNode, trained: set[TreeN
     sample.response = _text(session, response)
     sample.status = Status.COMPLETED if leaf.is_cut else STATUS_BY_FINISH_REASON[leaf.completion.finish_reason]
     kept = {key: value for key, value in origin.metadata.items() if key not in (EPISODE, ROLES, LEAF)}
-    sample.metadata = {**kept, MESSAGES: leaf.conversation(), TURNS: leaf.depth + 1}
+    root, begins_first = leaf.path[0], leaf.path[0].prompt_hash == session.tree.nodes[0].prompt_hash
+    known = {MESSAGES: leaf.conversation(), TURNS: leaf.depth + 1, FIRST_PROMPT: len(root.added) * begins_first}
+    sample.metadata = {**kept, **known}
     if STEP_REWARDS in kept:
         sample.metadata[TURN_ENDS] = ends
     sample.rollout_routed_experts = None

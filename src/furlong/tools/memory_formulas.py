@@ -45,6 +45,7 @@ class ModelSize:
     experts: int = 0
     experts_per_token: int = 0
     moe_intermediate: int = 0
+    has_head: bool = True  # not a value model, whose head is negligible
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> ModelSize:
@@ -91,7 +92,7 @@ class ModelSize:
     @property
     def parameters(self) -> int:
         """All parameters except norms and biases, which are negligible."""
-        return self.layers * self.layer + self.embedding * (1 if self.is_tied else 2)
+        return self.layers * self.layer + self.embedding * (1 if self.is_tied or not self.has_head else 2)
 
     @property
     def mlp_width(self) -> int:
@@ -114,19 +115,33 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
+class TeacherSetup:
+    """A teacher in the trainer. rollout_tokens: most response tokens of a rollout on a rank.
+
+    Of each, --opd-loss full (`is_full`) keeps the hidden state until it is trained on, and topk `top_k` log-probs.
+    """
+
+    model: ModelSize
+    rollout_tokens: int
+    is_full: bool = False
+    top_k: int = 0
+
+
+@dataclass(frozen=True)
 class TrainingSetup:
     """Settings that determine the trainer's memory on one rank.
 
     tokens: per micro-batch on this rank (--max-tokens-per-gpu, or a longer sample). shards: ranks that share a copy of
-    the model; with a Megatron `layout`, all training ranks. frozen_models: reference, teacher and old actor, in models
-    of the policy's size. whole_layers: --recompute-activations. is_offloaded: moments are in host memory except during
+    the model; with a Megatron `layout`, all training ranks. frozen_models: reference and old actor. critic: the value
+    model that is trained, too. shares_device: models take turns on the device, and the others are in host memory.
+    whole_layers: --recompute-activations. is_offloaded: moments are in host memory except during
     the optimizer step, and with `offloads_masters` so are float32 master weights. on_cpu: train on the CPU, where
     layers are not compiled and recomputed only on request. grad_bytes: of an element of Megatron's gradient buffers.
     """
 
     tokens: int
     shards: int = 1
-    frozen_models: float = 0
+    frozen_models: int = 0
     whole_layers: bool = False
     is_offloaded: bool = False
     offloads_masters: bool = False
@@ -135,6 +150,14 @@ class TrainingSetup:
     on_cpu: bool = False
     layout: Layout | None = None
     grad_bytes: int = 4
+    teacher: TeacherSetup | None = None
+    critic: ModelSize | None = None
+    shares_device: bool = False
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight or activation."""
+        return 2 if self.is_half else 4
 
     @property
     def on_device(self) -> TrainingSetup:
@@ -150,6 +173,27 @@ class TrainingSetup:
     def compiles(self, model: ModelSize) -> bool:
         """Whether dense layers are compiled."""
         return self.is_half and not self.on_cpu and model.parameters >= COMPILED_FROM and not model.experts
+
+    @property
+    def of_critic(self) -> TrainingSetup:
+        """That of the critic alone."""
+        return replace(self, frozen_models=0, teacher=None, critic=None, shares_device=False)
+
+    @property
+    def hidden_per_token(self) -> int:
+        """Bytes of the teacher's hidden state of a token; 0 if none is kept."""
+        return self.width * self.teacher.model.hidden if self.teacher is not None and self.teacher.is_full else 0
+
+    @property
+    def likeliest_tokens(self) -> int:
+        """Number of the likeliest tokens of a rollout, over all positions."""
+        return 0 if self.teacher is None else self.teacher.top_k * self.teacher.rollout_tokens
+
+    @property
+    def kept_of_teacher(self) -> int:
+        """Bytes on the host of what a rollout keeps of its teacher: hidden states, or ids and log-probs."""
+        hidden = 0 if self.teacher is None else self.hidden_per_token * self.teacher.rollout_tokens
+        return hidden + 8 * self.likeliest_tokens
 
 
 NODE = 8  # GPUs per machine, within which tensor parallelism is fast
@@ -179,7 +223,8 @@ class PipelineStage:
         attention = model.hidden * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
         mlp = 0 if model.experts else 3 * model.hidden * model.intermediate
         router = model.hidden * model.experts
-        embedded = int(self.number == 0) + int(self.is_last and not (model.is_tied and self.layout.pipeline == 1))
+        has_head = self.is_last and model.has_head and not (model.is_tied and self.layout.pipeline == 1)
+        embedded = int(self.number == 0) + int(has_head)
         return self.layers * ((attention + mlp) // tensor + router) + embedded * model.embedding // tensor
 
     @property
@@ -210,12 +255,16 @@ class PipelineStage:
     def resting(self) -> dict[str, int]:
         """Bytes between two steps, without `gradients`, which stay unless the trainer is offloaded."""
         setup = self.setup
+        frozen = setup.frozen_models + (setup.teacher is not None)  # which has the policy's architecture
         parts = {
-            "weights": (2 if setup.is_half else 4) * self.parameters,
+            "weights": setup.width * self.parameters,
             "master_weights": 4 * self.stepped if setup.is_half and not setup.offloads_masters else 0,
             "moments": 0 if setup.is_offloaded else 4 * setup.num_moments * self.stepped,
-            "frozen models": int((2 if setup.is_half else 4) * setup.frozen_models * self.parameters),
+            "frozen models": 0 if setup.shares_device else setup.width * frozen * self.parameters,
         }
+        if setup.critic is not None and not setup.shares_device:
+            critic = PipelineStage(setup.critic, setup.of_critic, self.number)
+            parts["critic"] = sum((critic.resting() | critic.gradients).values())
         return {name: size for name, size in parts.items() if size}
 
     @property
@@ -295,8 +344,10 @@ def resting(model: ModelSize, setup: TrainingSetup) -> dict[str, int]:
         "weights": (2 if is_copied else 4) * share,
         "master_weights": 4 * share if is_copied and not setup.offloads_masters else 0,
         "moments": 0 if setup.is_offloaded else 4 * setup.num_moments * share,
-        "frozen models": int((2 if setup.is_half else 4) * setup.frozen_models * share),
+        "frozen models": 0 if setup.shares_device else sum(_frozen(model, setup)),
     }
+    if setup.critic is not None and not setup.shares_device:
+        parts["critic"] = sum(resting(setup.critic, setup.of_critic).values())
     return {name: size for name, size in parts.items() if size}
 
 
@@ -308,18 +359,29 @@ def between_steps(model: ModelSize, setup: TrainingSetup) -> dict[str, int]:
     return max(parts, key=lambda sizes: sum(sizes.values()))
 
 
+def _frozen(model: ModelSize, setup: TrainingSetup) -> list[int]:
+    models = [model] * setup.frozen_models + ([setup.teacher.model] if setup.teacher is not None else [])
+    return [setup.width * math.ceil(each.parameters / setup.shards) for each in models]
+
+
 def on_host(model: ModelSize, setup: TrainingSetup, *, sleeps: bool, copied: int = 0) -> dict[str, int]:
     """Return the peak host memory of one rank's process.
 
     sleeps: the trainer is offloaded during generation, with all that it has between steps except bfloat16 weights,
     which are rounded from the master weights again. copied: bytes of a checkpoint that is written in the background.
     """
-    whole = resting(model, setup.on_device)
+    policy = resting(model, replace(setup.on_device, shares_device=False, critic=None))
+    critic = {} if setup.critic is None else resting(setup.critic, setup.of_critic.on_device)
+    frozen = _frozen(model, setup) if setup.layout is None else [policy.get("frozen models", 0)]
+    kept = [sum(parts.values()) - (parts["weights"] if "master_weights" in parts else 0) for parts in (policy, critic)]
     if sleeps:
-        parts = {"asleep": sum(whole.values()) - (whole["weights"] if "master_weights" in whole else 0)}
+        parts = {"asleep": sum(kept)}
+    elif setup.shares_device:  # all but the smallest, while that is on the device
+        in_use = [kept[0] - sum(frozen), kept[1], *filter(None, frozen)]
+        parts = {"models in turn": sum(kept) - min(in_use)}
     else:
-        parts = {"offloaded": sum(whole.values()) - sum(resting(model, setup).values())}
-    parts["checkpoint"] = copied
+        parts = {"offloaded": sum(resting(model, setup.on_device).values()) - sum(resting(model, setup).values())}
+    parts |= {"checkpoint": copied, "teacher's outputs": 0 if setup.on_cpu else setup.kept_of_teacher}
     return {name: size for name, size in parts.items() if size}
 
 
@@ -331,13 +393,17 @@ def training_phases(model: ModelSize, setup: TrainingSetup, limit: int) -> list[
     still = resting(model, setup)
     share = math.ceil(model.parameters / setup.shards)
     tokens = setup.tokens
-    width = 2 if setup.is_half else 4
-    gathered = 0 if setup.shards == 1 else width * (2 * model.layer + model.embedding)  # two layers, embedding or head
+    width = setup.width
+    gathered = _gathered(model, setup)
     working = (BACKWARD_ROWS_CPU if setup.on_cpu else BACKWARD_ROWS) * model.mlp_width * width * tokens
     head = (LOGITS_COPIES_CPU if setup.on_cpu else LOGITS_COPIES) * _logits(model, setup) + 6 * model.embedding
+    distilled = setup.hidden_per_token * tokens
+    if setup.hidden_per_token and (setup.shards > 1 or setup.shares_device):  # a copy of the teacher's head
+        distilled += setup.hidden_per_token * model.vocab
     fixed = {
         **still,
         "gradients": 4 * share,
+        **({"teacher's outputs": distilled} if distilled else {}),
         **({"gathered layers": 3 * gathered} if gathered else {}),  # weights, and gradients in float32
     }
     room = limit - sum(fixed.values()) - max(working, head)
@@ -345,13 +411,40 @@ def training_phases(model: ModelSize, setup: TrainingSetup, limit: int) -> list[
     # after the backward pass of a layer, gradients in bfloat16 replace its activations
     last = max(activations, width * share if setup.is_half and setup.shards == 1 else 0)
     backward = Phase("train", fixed | {"activations": last, "head and working rows": max(working, head)}, note)
-    no_grad = (
-        still
-        | {"working rows": max(working // 2, _logits(model, setup))}
-        | ({"gathered layers": gathered} if gathered else {})
-    )
-    step = resting(model, setup.on_device) | {"gradients": 4 * share}
-    return [Phase("log-probs", no_grad), backward, Phase("optimizer step", step)]
+    passes = [_pass("log-probs", model, setup, still, likeliest=8)]
+    if setup.teacher is not None:
+        alone = {"frozen models": _frozen(model, setup)[-1]} if setup.shares_device else still
+        passes.append(_pass("teacher's log-probs", setup.teacher.model, setup, alone, likeliest=4))
+    step = resting(model, setup.on_device) | _critic(still) | {"gradients": 4 * share}
+    phases = [*passes, backward, Phase("optimizer step", step)]
+    if setup.critic is not None and setup.critic.parameters > model.parameters:
+        beside = {} if setup.shares_device else {"other models": sum(still.values()) - still["critic"]}
+        for phase in training_phases(setup.critic, setup.of_critic, limit - sum(beside.values())):
+            phases.append(replace(phase, name=f"critic: {phase.name}", parts={**phase.parts, **beside}))
+    return phases
+
+
+def _critic(still: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in still.items() if name == "critic"}  # it stays offloaded in the policy's step
+
+
+def _gathered(model: ModelSize, setup: TrainingSetup) -> int:
+    return 0 if setup.shards == 1 else setup.width * (2 * model.layer + model.embedding)
+
+
+def _pass(name: str, model: ModelSize, setup: TrainingSetup, still: Mapping[str, int], *, likeliest: int) -> Phase:
+    """Predict a forward pass without gradient.
+
+    likeliest: bytes of one of the likeliest tokens, an id or a log-prob, which go to the host after the whole rollout.
+    """
+    rows = BACKWARD_ROWS_CPU if setup.on_cpu else BACKWARD_ROWS
+    working = rows * model.mlp_width * setup.width * setup.tokens // 2
+    parts = {**still, "working rows": max(working, _logits(model, setup))}
+    if gathered := _gathered(model, setup):
+        parts["gathered layers"] = gathered
+    if setup.likeliest_tokens:
+        parts["likeliest tokens"] = likeliest * setup.likeliest_tokens
+    return Phase(name, parts)
 
 
 def _phases_of_stage(stage: PipelineStage, limit: int) -> list[Phase]:
@@ -360,7 +453,11 @@ def _phases_of_stage(stage: PipelineStage, limit: int) -> list[Phase]:
     still = stage.resting() | stage.gradients
     working = BACKWARD_ROWS * model.mlp_width * 2 * setup.tokens // layout.tensor
     head = LOGITS_COPIES * _logits(model, setup) + 6 * model.embedding // layout.tensor if stage.is_last else 0
-    room = limit - sum(still.values()) - max(working, head)
+    distilled = setup.hidden_per_token * setup.tokens if stage.is_last else 0
+    if distilled and setup.shares_device:  # a copy of the teacher's head
+        distilled += setup.hidden_per_token * model.vocab // layout.tensor
+    outputs = {"teacher's outputs": distilled} if distilled else {}
+    room = limit - sum(still.values()) - distilled - max(working, head)
     one = int(stage.kept_per_token * setup.kept_factor(model)) * setup.tokens
     kept, note = int(stage.in_flight * stage.layers * one), "nothing recomputed"
     saved = int(stage.in_flight * (4 if setup.compiles(model) else 8) * model.mlp_width * setup.tokens / layout.tensor)
@@ -372,10 +469,12 @@ def _phases_of_stage(stage: PipelineStage, limit: int) -> list[Phase]:
     if layout.pipeline > 1:
         note = f"stage {stage.number + 1} of {layout.pipeline}; {note}"
     no_grad = still | {"working rows": max(working // 2, _logits(model, setup) if stage.is_last else 0)}
-    step = still | PipelineStage(model, setup.on_device, stage.number).resting()
+    if setup.likeliest_tokens:
+        no_grad["likeliest tokens"] = 8 * setup.likeliest_tokens
+    step = still | PipelineStage(model, setup.on_device, stage.number).resting() | _critic(still)
     return [
         Phase("log-probs", no_grad),
-        Phase("train", still | {"activations": kept, "head and working rows": max(working, head)}, note),
+        Phase("train", still | outputs | {"activations": kept, "head and working rows": max(working, head)}, note),
         Phase("optimizer step", step),
     ]
 

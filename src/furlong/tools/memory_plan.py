@@ -5,19 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.command_line import examine
-from furlong.config.engine_groups import engine_parts, served_models, trained_model
+from furlong.config.critic import critic_settings
+from furlong.config.engine_groups import ServedModel, engine_parts, served_models, trained_model
 from furlong.config.facts import without_engines
 from furlong.config.flag_spec import flag_specs
 from furlong.config.flag_values import words_from_value
 from furlong.config.resolve import DEFAULT_MAX_TOKENS
 from furlong.config.sections import Config
+from furlong.config.teachers import teacher_specs
 from furlong.config.topology import Topology
 from furlong.core.model_config import read_json
 from furlong.errors import ConfigError
@@ -29,6 +31,7 @@ from furlong.tools.memory_formulas import (
     ModelSize,
     Phase,
     ServingSetup,
+    TeacherSetup,
     TrainingSetup,
     between_steps,
     engine_weights,
@@ -78,6 +81,7 @@ Sizes = dict[str, tuple[Any, str]]  # value and reason by field
 class MemoryPlan:
     """Phases on one GPU of `device_bytes`. `change`: flags with which they fit, "" if they already do.
 
+    frozen: the engines of other models of --sglang-config, on GPUs of their own.
     least_fraction: --mem-fraction-static with which the engine fits all requests at full length. most_fraction: the
     largest that leaves room for a colocated trainer. host: host memory of a machine's ranks, None if negligible.
     """
@@ -90,6 +94,7 @@ class MemoryPlan:
     least_fraction: float | None
     most_fraction: float | None = None
     host: Phase | None = None
+    frozen: tuple[Phase, ...] = ()
 
     @property
     def limit(self) -> int:
@@ -104,17 +109,23 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         """Whether every phase fits."""
-        return self.trainer_peak.total <= self.limit and (self.engine is None or self.engine.total <= self.limit)
+        engines = [*self.frozen, *([self.engine] if self.engine else [])]
+        return all(phase.total <= self.limit for phase in (self.trainer_peak, *engines))
+
+    @property
+    def phases(self) -> list[tuple[str, Phase]]:
+        """All phases on GPUs, with the part of the run."""
+        engines = [*([self.engine] if self.engine else []), *self.frozen]
+        return [*(("trainer", phase) for phase in self.trainer), *(("engine", phase) for phase in engines)]
 
     def record(self) -> dict[str, Any]:
         """JSON-able form, in GiB."""
-        phases = [*(("trainer", phase) for phase in self.trainer), *([("engine", self.engine)] if self.engine else [])]
         return {
             "fits": self.fits,
             "device_gib": self.device_bytes / GIB,
             "usable_gib": self.limit / GIB,
             "host": None if self.host is None else self.host.record(),
-            "phases": [{"who": who, **phase.record()} for who, phase in phases],
+            "phases": [{"who": who, **phase.record()} for who, phase in self.phases],
             "change": self.change,
             "max_tokens_per_gpu": self.most_tokens,
             "sglang_mem_fraction_static": self.least_fraction,
@@ -128,13 +139,13 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
     With --colocate, each phase includes what the other part keeps on the GPU: little if it is offloaded.
     """
     model, topology = ModelSize.read(model_config), Topology.of(config)
-    setup = training_of(config, topology, model.layers)
+    setup = training_of(config, topology, model)
     engine = serving_of(config, topology)
     limit = usable(device_bytes)
     serving = None if engine is None else serving_phase(model, engine, device_bytes)
     other = _colocated_engine(config, model, engine, device_bytes) if topology.is_colocated else {}
-    if config.algo.uses_critic and not config.cluster.offload_train:
-        other = other | {"critic": sum(resting(model, setup).values())}
+    if teachers := _teachers_here(config, model, width=setup.width):
+        other = other | {"teachers in this process": teachers}
     room = limit - sum(other.values())
     phases = [replace(phase, parts={**phase.parts, **other}) for phase in training_phases(model, setup, room)]
     most: float | None = None
@@ -153,6 +164,10 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
         serving = replace(serving, parts={**serving.parts, **kept})
         if serving.total > limit and (not change or change.startswith("--")):  # else flags do not help
             change = " ".join(filter(None, (change, f"--sglang-mem-fraction-static {most:g}" if most else "--offload")))
+    frozen = tuple(_frozen_engines(config, topology, model, device_bytes))
+    if large := [phase.name.removeprefix("serve ") for phase in frozen if phase.total > limit]:
+        more = f"more GPUs per engine of {', '.join(large)} in --sglang-config (num_gpus_per_engine)"
+        change = f"{change}, and {more}" if change else f"use {more}"
     return MemoryPlan(
         device_bytes=device_bytes,
         trainer=tuple(phases),
@@ -162,19 +177,59 @@ def plan_memory(config: Config, model_config: Mapping[str, Any], device_bytes: i
         least_fraction=None if engine is None else least_fraction(model, engine, device_bytes),
         most_fraction=most,
         host=_on_host(config, topology, model, setup),
+        frozen=frozen,
     )
 
 
-def _teacher_size(config: Config) -> float:
-    """Return the parameters of a teacher in the trainer as a multiple of the policy's; the same without a config."""
-    if not config.opd.has_teacher_model:
-        return 0.0
+def _size_of(folder: str | None, default: ModelSize) -> ModelSize:
+    """Return the size of a model; `default`, the policy's, for a checkpoint of it or unknown dimensions."""
     try:
-        paths = (config.opd.opd_teacher_load, config.rollout.hf_checkpoint)
-        teacher, policy = (ModelSize.read(read_json(Path(str(path)) / "config.json")).parameters for path in paths)
+        return ModelSize.read(read_json(Path(str(folder)) / "config.json"))
     except ConfigError:
-        return 1.0
-    return teacher / policy
+        return default
+
+
+def _critic_of(config: Config, model: ModelSize) -> ModelSize:
+    try:
+        load = critic_settings(config).load
+    except ConfigError:
+        load = None
+    return replace(model if load is None else _size_of(load, model), has_head=False)
+
+
+def _teacher_of(config: Config, topology: Topology, model: ModelSize) -> TeacherSetup | None:
+    """Return the teacher in the trainer, with the response tokens that a data-parallel rank has at most."""
+    opd, rollout, session, train = config.opd, config.rollout, config.session, config.train
+    if not opd.has_teacher_model:
+        return None
+    own = (rollout.custom_generate_function_path, session.agent_function_path, session.agent_command)
+    is_bounded = rollout.rollout_max_response_len and not any(own) and not session.environment
+    each = rollout.rollout_max_response_len if is_bounded else longest_sample(config)
+    samples = config.data.rollout_batch_size * config.data.n_samples_per_prompt
+    together = train.context_parallel_size  # ranks with the same samples
+    if train.train_backend == "megatron":
+        together *= train.tensor_model_parallel_size * train.pipeline_model_parallel_size
+    tokens = -(-samples // max(topology.num_ranks // together, 1)) * int(each or 0)
+    return TeacherSetup(
+        _size_of(opd.opd_teacher_load, model),
+        tokens,
+        is_full=opd.opd_loss == "full",
+        top_k=opd.opd_log_prob_top_k if opd.opd_loss == "topk" else 0,
+    )
+
+
+def _teachers_here(config: Config, model: ModelSize, *, width: int) -> int:
+    folders = [spec.folder for spec in teacher_specs(config) if spec.folder is not None]
+    return sum(width * _size_of(folder, model).parameters for folder in folders)
+
+
+def _frozen_engines(config: Config, topology: Topology, model: ModelSize, device_bytes: int) -> Iterator[Phase]:
+    if config.cluster.engine != "sglang" or not topology.num_engines:
+        return
+    for served in served_models(config):
+        if not served.is_trained and served.num_engines:
+            setup = _serving(config, served)
+            yield replace(serving_phase(_size_of(served.path, model), setup, device_bytes), name=f"serve {served.name}")
 
 
 def _on_host(config: Config, topology: Topology, model: ModelSize, setup: TrainingSetup) -> Phase | None:
@@ -183,8 +238,6 @@ def _on_host(config: Config, topology: Topology, model: ModelSize, setup: Traini
     copied = checkpoint_bytes_per_parameter(config) * per_rank if config.checkpoint.async_save else 0
     ranks = min(topology.gpus_per_node, topology.num_ranks)
     host = on_host(model, setup, sleeps=sleeps, copied=copied)
-    if config.algo.uses_critic and config.cluster.offload_train:
-        host["policy or critic"] = sum(resting(model, setup.on_device).values())
     parts = {name: ranks * size for name, size in host.items()}
     return Phase("during training", parts, f"of {ranks} ranks" if ranks > 1 else "") if parts else None
 
@@ -222,10 +275,8 @@ def asleep_bytes(model: ModelSize, engine: ServingSetup) -> int:
     return ASLEEP_BYTES + ASLEEP_ROW_BYTES * engine.requests * model.mlp_width // engine.tp_size
 
 
-def training_of(
-    config: Config, topology: Topology, num_layers: int | None = None, *, on_cpu: bool = False
-) -> TrainingSetup:
-    """Derive the trainer's setup from the flags. `num_layers`: of the model, for pipeline stages."""
+def training_of(config: Config, topology: Topology, model: ModelSize, *, on_cpu: bool = False) -> TrainingSetup:
+    """Derive the trainer's setup from the flags."""
     train, algo = config.train, config.algo
     is_megatron = train.train_backend == "megatron"
     longest = -(-longest_sample(config) // train.context_parallel_size)
@@ -236,15 +287,18 @@ def training_of(
     return TrainingSetup(
         tokens=max(min(tokens, most), longest),
         shards=max(topology.num_ranks // (1 if is_megatron else train.dp_replicate_size), 1),
-        frozen_models=int(algo.uses_reference) + int(algo.keep_old_actor) + _teacher_size(config),
+        frozen_models=int(algo.uses_reference) + int(algo.keep_old_actor),
         whole_layers=train.recompute_activations,
         is_offloaded=config.optim.offload_optimizer_states or config.optim.optimizer_cpu_offload,
         offloads_masters=config.optim.optimizer_cpu_offload,
         is_half=train.bf16 or not (train.fp32 or on_cpu),
         num_moments=_num_moments(config),
         on_cpu=on_cpu,
-        layout=Layout.of(train, config.megatron, num_layers) if is_megatron else None,
+        layout=Layout.of(train, config.megatron, model.layers) if is_megatron else None,
         grad_bytes=2 if config.megatron.grad_reduce_in_bf16 else 4,
+        teacher=_teacher_of(config, topology, model),
+        critic=_critic_of(config, model) if algo.uses_critic else None,
+        shares_device=algo.uses_critic and bool(config.cluster.offload_train) and not on_cpu,
     )
 
 
@@ -252,14 +306,18 @@ def serving_of(config: Config, topology: Topology) -> ServingSetup | None:
     """Derive the setup of an SGLang engine from the flags; None if furlong starts none on a GPU."""
     if config.cluster.engine != "sglang" or not topology.num_engines:
         return None
-    parts = engine_parts(trained_model(config).groups)
-    part = min(parts, key=lambda part: part.num_gpus)  # has the most weights per GPU
+    trained = trained_model(config)
+    decoding = sum(part.group.role != "prefill" for part in engine_parts(trained.groups))
+    requests = {"requests": requests_at_once(config, decoding), "request_tokens": longest_sample(config)}
+    return replace(_serving(config, trained), **requests)
+
+
+def _serving(config: Config, model: ServedModel) -> ServingSetup:
+    part = min(engine_parts(model.groups), key=lambda part: part.num_gpus)  # has the most weights per GPU
     options = {**config.engines.sglang_options, **part.group.options}
     return ServingSetup(
         fraction=float(options.get("mem_fraction_static") or STATIC_FRACTION),
         tp_size=max(part.num_gpus // int(options.get("pp_size") or 1), 1),
-        requests=requests_at_once(config, sum(part.group.role != "prefill" for part in parts)),
-        request_tokens=longest_sample(config),
     )
 
 
@@ -283,7 +341,8 @@ def chosen_sizes(config: Config, model_config: Mapping[str, Any], device_bytes: 
     ConfigError for a model of unknown dimensions.
     """
     model, topology = ModelSize.read(model_config), Topology.of(config)
-    setup, sizes, beside = training_of(config, topology, model.layers), Sizes(), 0
+    setup, sizes, beside = training_of(config, topology, model), Sizes(), 0
+    teachers = _teachers_here(config, model, width=setup.width)
     device = f"{device_bytes / GIB:.0f} GiB of GPU memory"
     if config.cluster.engine == "embedded" and not without_engines(config):
         slots, why, beside = _embedded_size(config, model, setup, device_bytes)
@@ -299,7 +358,7 @@ def chosen_sizes(config: Config, model_config: Mapping[str, Any], device_bytes: 
             beside = sum(_colocated_engine(config, model, serving_of(config, topology), device_bytes).values())
     if config.train.max_tokens_per_gpu != DEFAULT_MAX_TOKENS or not topology.num_ranks:
         return sizes
-    room, fitting = int(PLAN_FRAC * usable(device_bytes)) - beside, dict[int, bool]()
+    room, fitting = int(PLAN_FRAC * usable(device_bytes)) - beside - teachers, dict[int, bool]()
     for tokens in TOKENS:
         phases = training_phases(model, replace(setup, tokens=tokens), room)
         if max(phase.total for phase in phases) <= room and _fills_pipeline(config, setup, tokens):
@@ -365,7 +424,10 @@ def _embedded_size(config: Config, model: ModelSize, setup: TrainingSetup, devic
     weights = (2 if is_half else 4) * model.parameters
     in_process = not topology.num_engines
     shares = in_process or (topology.is_colocated and not cluster.offload_train)
-    trainer = sum(size for name, size in resting(model, setup).items() if name != "moments") if shares else 0
+    trainer = 0
+    if shares:
+        trainer = sum(resting(model, replace(setup, is_offloaded=True)).values())
+        trainer += _teachers_here(config, model, width=setup.width)
     cache = int(GPU_KV_FRAC * max(usable(device_bytes) - weights - trainer, 0))
     requests = requests_at_once(config, topology.num_engines)
     fitting = cache // (model.kv_per_token * (1 if is_half else 2) * _full_length(config))
@@ -443,8 +505,8 @@ def findings(plan: MemoryPlan, device: str) -> list[Diagnosis]:
     if plan.fits:
         return []
     who, peak = "training", plan.trainer_peak
-    if peak.total <= plan.limit and plan.engine is not None:
-        who, peak = "generation", plan.engine
+    if peak.total <= plan.limit:
+        who, peak = "generation", max((phase for _, phase in plan.phases), key=lambda phase: phase.total)
     largest = max(peak.parts, key=lambda name: peak.parts[name])
     return [
         diagnosis(
@@ -486,13 +548,14 @@ def cpu_findings(config: Config, model_config: Mapping[str, Any], machine: Memor
     model, topology = ModelSize.read(model_config), Topology.of(config)
     if topology.num_ranks != 1:
         return []
-    setup = training_of(config, topology, model.layers, on_cpu=True)
+    setup = training_of(config, topology, model, on_cpu=True)
     room = machine.limit - machine.used
     peak = max(training_phases(model, setup, room), key=lambda phase: phase.total)
-    needed = peak.total + 4 * model.parameters  # the engine's copy
+    beside = 4 * model.parameters + _teachers_here(config, model, width=4) + setup.kept_of_teacher  # engines' weights
+    needed = peak.total + beside
     if needed <= room:
         return []
-    change = smallest_change(model, setup, room - 4 * model.parameters, longest=longest_sample(config))
+    change = smallest_change(model, setup, room - beside, longest=longest_sample(config))
     return [
         diagnosis(
             "MEM01",
@@ -520,8 +583,9 @@ def change_after(
     micro-batch is halved: memory is used elsewhere, or fragmented.
     """
     model, topology = ModelSize.read(model_config), Topology.of(config)
-    setup = training_of(config, topology, model.layers, on_cpu=on_cpu)
+    setup = training_of(config, topology, model, on_cpu=on_cpu)
     setup = replace(setup, tokens=tokens or setup.tokens)
+    room -= _teachers_here(config, model, width=setup.width)
     if topology.is_colocated and not on_cpu:
         room -= sum(_colocated_engine(config, model, serving_of(config, topology), room).values())
     change = _as_flags(smallest_change(model, setup, room, longest=longest or longest_sample(config)), config)

@@ -311,7 +311,7 @@ class RoundWorker:
         weight_R = micro.weight_R * micro.mask_R  # a hook may have cleared masks after the weights were computed
         hidden = None
         if self._teacher_hidden is not None:
-            hidden = self._teacher_hidden[torch.from_numpy(batch.response_positions(rows))].to(self.backend.device)
+            hidden = self._teacher_hidden[torch.from_numpy(batch.response_positions(rows))]
         return dataclasses.replace(
             micro,
             weight_R=weight_R,

@@ -122,7 +122,7 @@ def build_backend(context: RunContext, num_rollout: int, ranks: Ranks) -> FsdpBa
 def _backend_settings(context: RunContext, num_rollout: int) -> BackendSettings:
     config, checkpoint = context.config, context.config.checkpoint
     if checkpoint.load is not None:
-        check_has_steps("--load", checkpoint.load, checkpoint.ckpt_step)
+        check_has_steps("--load", checkpoint.load, "--ckpt-step", checkpoint.ckpt_step)
     start = find_initial_weights(checkpoint.load, step=checkpoint.ckpt_step, finetune=checkpoint.finetune)
     initial_optimizer = None
     if config.train.train_backend == "megatron":
@@ -217,7 +217,7 @@ def _megatron_hooks(context: RunContext) -> MegatronHooks:
 def _frozen_folders(config: Config) -> dict[Role, Path]:
     folders: dict[Role, Path] = {}
     for model in frozen_models(config):
-        check_has_steps(model.flag, model.load, model.step)
+        check_has_steps(model.flag, model.load, model.step_flag, model.step)
         foreign = find_foreign_weights(Path(model.load), step=model.step)
         if foreign is None:
             checkpoint = Checkpoints(load_dir=Path(model.load), load_step=model.step, flag=model.flag).find()
@@ -229,8 +229,6 @@ def _frozen_folders(config: Config) -> dict[Role, Path]:
 
 def _critic_folder(load: str, policy: Path) -> Path:
     """Return the Hugging Face folder or the checkpoint of --critic-load, for the tokens of the model `policy`."""
-    if not Path(load).is_dir():
-        raise ConfigError(f"--critic-load {load} is not a folder; give a Hugging Face model or a folder of checkpoints")
     foreign = find_foreign_weights(Path(load), step=None)
     if foreign is not None:
         configs = [folder / "config.json" for folder in (foreign, policy)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,8 @@ from furlong.rollout.teachers import Teacher, Teachers
 from furlong.rollout.token_alignment import TokenBytes, common_groups, shared_log_probs
 
 TEXTS = ["der schöne Hund läuft 12 Meter weit", "the quick brown fox jumps over 12 dogs", "naïve façade → 日本"]
-FOLDER = str(Path(__file__).parent)
+FOLDER = "folder"
+SLIME = "slime.rollout.on_policy_distillation"
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
 
 
@@ -71,7 +71,8 @@ def sample(prompt, response, **fields):
 
 
 def asked(teachers, *samples):
-    asyncio.run(teachers.ask(samples))
+    for place, outcome in asyncio.run(teachers.ask(samples)).items():
+        samples[place].status, samples[place].outcome = Status.FAILED, outcome
     return teachers
 
 
@@ -89,7 +90,7 @@ def test_metadata_names_the_teacher_and_an_unknown_name_fails_the_sample():
     assert engines["code"].asked == [([5, 8], 1, 0.7)]
     assert (wrong.status, long.status) == (Status.FAILED, Status.FAILED)
     assert "metadata.who is 'math'; the teachers are default, code" in wrong.outcome.reason
-    assert "have 6 tokens, and its context length is 6" in long.outcome.reason
+    assert "have 6 tokens, and its context has 6" in long.outcome.reason
     assert failed.teacher_log_probs is None
     metrics = teachers.take([plain, named, wrong])
     assert metrics["rollout/opd_teacher/code_kl"].value == pytest.approx(-0.5 + 1 / 9)
@@ -174,7 +175,7 @@ def test_teachers_are_urls_folders_and_the_reward_url(tmp_path):
         ({"opd_teacher_urls": ("a=/none",)}, "/none"),
         ({"opd_teacher_urls": ("http://h:1",), "rollout_function_path": "a.b"}, r"set sample\.teacher_log_probs there"),
         ({"opd_teacher_urls": ("http://h:1",), "opd_teacher_tokenizer": ("b=/t",)}, "is of no teacher; .* default"),
-        ({"opd_teacher_urls": ("http://h:1",), "opd_teacher_tokenizer": ("/t",)}, "/t: no such folder"),
+        ({"opd_teacher_urls": ("http://h:1",), "opd_teacher_tokenizer": ("/t",)}, "/t: no tokenizer there"),
         (
             {
                 "opd_teacher_urls": ("http://h:1",),
@@ -183,9 +184,25 @@ def test_teachers_are_urls_folders_and_the_reward_url(tmp_path):
             },
             "use --opd-loss sampled",
         ),
+        ({"opd_teacher_urls": ("t=",)}, "lacks a name or a value"),
+        ({"opd_teacher_urls": ("=http://h:1",)}, "lacks a name or a value"),
+        ({"opd_teacher_urls": ("t=localhost:30000",)}, "use http://localhost:30000"),
+        (
+            {"opd_teacher_urls": ("http://h:1",), "opd_teacher_tokenizer": (FOLDER,), "environment": ("a.b:C",)},
+            "have the policy's chat template",
+        ),
+        ({"custom_rm_path": f"{SLIME}.reward_func", "custom_reward_post_process_path": "a.b"}, "add --rm-url http"),
+        ({"custom_rm_path": f"{SLIME}.reward_func", "rm_url": "http://h:1"}, f"{SLIME}.post_process_rewards, which"),
+        (
+            {"custom_reward_post_process_path": f"{SLIME}.post_process_rewards", "rm_url": "http://h:1"},
+            f"{SLIME}.reward_func, which asks",
+        ),
     ],
 )
-def test_impossible_teachers_are_problems(values, words):
+def test_impossible_teachers_are_problems(values, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "tokenizer.json").touch()
     problems = "\n".join(teacher_problems(configured(**values)))
     assert len(problems.splitlines()) == 1
     assert re.search(words, problems)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,19 @@ def test_sizes_grow_with_the_memory_and_the_ranks_and_shrink_next_to_an_engine()
         for more in ("--rollout-num-gpus 1", "--colocate --no-offload-rollout", f"--colocate {FOUR}")
     )
     assert next_to_engine < alone <= four
+
+
+def test_sizes_leave_room_for_a_critic_and_teachers(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    given = [
+        *("", "--advantage-estimator ppo", "--advantage-estimator ppo --no-offload-train"),
+        *(f"--use-opd --opd-teacher-{how}" for how in (f"load {tmp_path}", f"urls large={tmp_path}")),
+    ]
+    sizes = [sizes_on(79.1, more) for more in given]
+    assert sizes[0] == sizes[1]  # policy and critic take turns
+    for less in sizes[2:]:
+        assert less.get("max_tokens_per_gpu", 4096) < sizes[0]["max_tokens_per_gpu"]
+    assert sizes[4].get("embedded_num_slots", 128) <= sizes[0]["embedded_num_slots"]
 
 
 def test_a_pipeline_gets_enough_micro_batches():

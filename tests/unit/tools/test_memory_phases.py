@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
+import json
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from backends import fsdp_backend
+from furlong.algo.policy_loss import PolicyLoss
+from furlong.algo.value_loss import ValueLoss
+from furlong.config.sections import AlgoFlags, OpdFlags, OptimFlags
 from furlong.errors import ConfigError
 from furlong.tools.gpu_memory import device_bytes
 from furlong.tools.memory_formulas import (
@@ -16,9 +24,11 @@ from furlong.tools.memory_formulas import (
     ModelSize,
     PipelineStage,
     ServingSetup,
+    TeacherSetup,
     TrainingSetup,
     least_fraction,
     most_tokens,
+    resting,
     serving_phase,
     smallest_change,
     stages,
@@ -26,6 +36,11 @@ from furlong.tools.memory_formulas import (
     usable,
 )
 from furlong.training.megatron.parallel_layout import Layout
+from furlong.training.packing import Packing
+from furlong.training.settings import RoleSettings
+from furlong.training.worker import RoleLoss, RoundHooks, RoundWorker
+from models_zoo import random_batch
+from runs import write_model
 
 QWEN3 = {
     "0.6b": ModelSize(28, 1024, 3072, 16, 8, 128, 151936, is_tied=True),
@@ -140,6 +155,45 @@ def test_ranks_divide_what_is_sharded_and_the_reference_adds_its_weights():
         training_phases(QWEN3["4b"], TrainingSetup(1024, frozen_models=1), limit)[2].total - plain
         == 2 * QWEN3["4b"].parameters
     )
+
+
+@pytest.mark.parametrize("loss", ["full", "topk"])
+def test_a_critic_and_a_teacher_take_what_is_predicted(loss, tmp_path):
+    """By the tensors of this process after a round, in float32 on a CPU, where models do not take turns."""
+    folders = {name: write_model(tmp_path / name, width=width) for name, width in (("student", 64), ("teacher", 96))}
+    algo, optim = AlgoFlags(advantage_estimator="ppo"), OptimFlags(lr=1e-3)
+    opd = OpdFlags(use_opd=True, opd_type="trainer", opd_loss=loss, opd_log_prob_top_k=4 if loss == "topk" else 0)
+    drawn = random_batch(prompts=[5, 3], responses=[[6, 2], [4, 7]], vocab=16)
+    before = live_bytes()
+    trained = {"critic": RoleSettings(folders["student"], optim)}
+    backend = fsdp_backend(
+        folders["student"], optim=optim, role_folders={"teacher": folders["teacher"]}, trained=trained
+    )
+    losses = [RoleLoss("critic", ValueLoss(0.2), weights="value_weights"), RoleLoss("actor", PolicyLoss(algo, opd=opd))]
+    dumped: list[Any] = []
+    hooks = RoundHooks(dump=dumped.append)
+    worker = RoundWorker(backend, algo=algo, losses=losses, opd=opd, packing=Packing(global_batch_size=4), hooks=hooks)
+    worker.train(drawn)
+    student, teacher = (ModelSize.read(json.loads((path / "config.json").read_text())) for path in folders.values())
+    tokens = int(drawn.response_lengths.sum())
+    given = TeacherSetup(teacher, tokens, is_full=loss == "full", top_k=opd.opd_log_prob_top_k)
+    setup = TrainingSetup(64, is_half=False, on_cpu=True, teacher=given, critic=student)
+    columns = [dumped[0].columns.get(f"teacher_top_{name}") for name in ("ids", "log_probs")]
+    kept = sum(column.nbytes for column in columns if column is not None)
+    dumped.clear()
+    measured = live_bytes() - before + kept
+    predicted = sum(resting(student, setup).values()) + setup.kept_of_teacher
+    assert 0.98 * measured < predicted < measured  # without norms
+    of_outputs = {"full": tokens * 96 * 4, "topk": tokens * 4 * 8}
+    assert setup.kept_of_teacher == of_outputs[loss]
+    assert kept == (of_outputs["topk"] if loss == "topk" else 0)
+    del worker, backend
+
+
+def live_bytes() -> int:
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def test_the_kv_cache_fills_what_the_fraction_leaves():

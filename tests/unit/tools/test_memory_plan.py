@@ -149,6 +149,92 @@ def test_a_teacher_counts_with_its_own_size(command, tmp_path):
     assert parts["frozen models"] == pytest.approx(2 * one - embedding, rel=1e-3)
 
 
+@pytest.fixture
+def teacher(tmp_path):
+    """Twice as wide as the policy in its MLPs and hidden states."""
+    (tmp_path / "teacher").mkdir()
+    wide = QWEN3_4B | {"hidden_size": 5120, "intermediate_size": 2 * 9728}
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(wide))
+    return {"use_opd": True, "opd_teacher_load": tmp_path / "teacher"}
+
+
+SAMPLES, RESPONSE, TOKENS, VOCAB = 16, 7680, 32768, 151936
+
+
+def test_what_a_teacher_leaves_for_the_loss_counts(command, teacher):
+    """Hidden states of the rollout on the host, those of a micro-batch on the device; ids and log-probs of topk."""
+    full = plan_of(command, "h200", **teacher, opd_loss="full")
+    assert full.host is not None
+    assert full.host.parts == {"teacher's outputs": SAMPLES * RESPONSE * 5120 * 2}
+    by_name = {phase.name: phase.parts for phase in full.trainer}
+    assert by_name["train"]["teacher's outputs"] == TOKENS * 5120 * 2
+    wide, narrow = (by_name[name]["working rows"] for name in ("teacher's log-probs", "log-probs"))
+    assert wide == 2 * narrow
+    ranks = plan_of(command, "h200", **teacher, opd_loss="full", actor_num_gpus_per_node=4, rollout_num_gpus=1)
+    assert ranks.host is not None
+    assert ranks.host.parts == full.host.parts  # each has a quarter of the samples
+    assert ranks.trainer[2].parts["teacher's outputs"] == (TOKENS + VOCAB) * 5120 * 2  # and a whole head
+    top = plan_of(command, "h200", **teacher, opd_loss="topk", opd_log_prob_top_k=32)
+    assert top.host is not None
+    assert top.host.parts == {"teacher's outputs": SAMPLES * RESPONSE * 32 * 8}
+    parts = [phase.parts.get("likeliest tokens") for phase in top.trainer]
+    assert parts == [SAMPLES * RESPONSE * 32 * size if size else None for size in (8, 4, 0, 0)]
+    assert plan_of(command, "h200", **teacher).host is None  # one number per token
+
+
+def test_a_critic_counts_on_the_device_or_takes_turns(command, teacher):
+    both = {"advantage_estimator": "ppo", "no_offload_train": True}
+    stays = plan_of(command, "b200", **both)
+    assert all(phase.parts["critic"] == 14 * COUNT for phase in stays.trainer)
+    assert stays.host is None
+    turns = plan_of(command, "b200", advantage_estimator="ppo")
+    assert "critic" not in turns.trainer[1].parts
+    assert turns.host is not None
+    assert turns.host.parts == {"models in turn": 12 * COUNT}
+    offloaded = plan_of(
+        command, "b200", advantage_estimator="ppo", no_offload_train=True, offload_optimizer_states=True
+    )
+    assert offloaded.trainer[2].parts["critic"] == 6 * COUNT  # its moments are on the host in the policy's step
+    distilled = plan_of(command, "b200", advantage_estimator="ppo", **teacher)
+    assert distilled.host is not None  # while the teacher runs, both others are on the host
+    assert distilled.host.parts == {"models in turn": 24 * COUNT}
+    size = distilled.trainer[1].parts["frozen models"]
+    assert size == pytest.approx(2 * (36 * (3 * 5120 * 19456 + 5120 * 128 * 80) + VOCAB * 5120))
+    assert "frozen models" not in distilled.trainer[0].parts
+    folder = teacher["opd_teacher_load"]
+    larger = plan_of(command, "b200", advantage_estimator="ppo", critic_load=folder)
+    of_critic = {phase.name: phase.parts for phase in larger.trainer}["critic: optimizer step"]
+    assert sum(of_critic.values()) == 9 * size  # 18 bytes per parameter, of which a frozen model has 2
+    assert larger.host is not None
+    assert larger.host.parts == {"models in turn": 6 * size}  # while the policy trains
+    asleep = plan_of(command, "b200", **SHARED, advantage_estimator="ppo").host
+    assert asleep is not None
+    assert asleep.parts == {"asleep": 24 * COUNT}
+    megatron = plan_of(
+        command, "b200", **MEGATRON, advantage_estimator="ppo", no_offload_train=True, rollout_num_gpus=1
+    )
+    assert megatron.trainer[0].parts["critic"] == 6 * COUNT + 12 * COUNT // 8  # weights, gradients; states are sharded
+
+
+def test_engines_of_frozen_models_and_teachers_of_this_process_count(command, teacher, tmp_path, capsys):
+    folder = teacher.pop("opd_teacher_load")
+    models = tmp_path / "models.yaml"
+    groups = "[{worker_type: regular, num_gpus: 1}]"
+    models.write_text(
+        f"sglang:\n- {{name: actor, server_groups: {groups}}}\n"
+        f"- {{name: large, model_path: {folder}, server_groups: {groups}}}\n"
+    )
+    words = command(**teacher, engine="sglang", sglang_config=models, rollout_num_gpus=2)
+    plan = plan_memory(load(words).config, QWEN3_4B, device_bytes("h200"))
+    weights = 2 * (36 * (3 * 5120 * 19456 + 5120 * 128 * 80) + VOCAB * 5120)
+    assert [(phase.name, phase.parts["weights"]) for phase in plan.frozen] == [("serve large", weights)]
+    assert plan.fits
+    assert main(["plan", *words, "--device", "24"]) == 1
+    assert "more GPUs per engine of large in --sglang-config" in " ".join(capsys.readouterr().out.split())
+    here = plan_of(command, "h200", **teacher, opd_teacher_urls=f"large={folder}")
+    assert {phase.parts["teachers in this process"] for phase in here.trainer} == {weights}
+
+
 def test_an_engine_has_its_share_and_a_kv_capacity_in_tokens(command):
     words = command(engine="sglang", rollout_num_gpus=1, sglang_mem_fraction_static=0.5)
     plan = plan_memory(load(words).config, QWEN3_4B, device_bytes("h200"))

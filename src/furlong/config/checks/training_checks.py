@@ -176,6 +176,7 @@ def _estimator(config: Config) -> Iterator[str]:
             f"--advantage-estimator {name} with --n-samples-per-prompt 1: the baseline of a single sample is its own "
             "reward, so every advantage would be 0; use --n-samples-per-prompt 2 or more, or --advantage-estimator "
             "reinforce_plus_plus"
+            + (", or --opd-task-reward-coef 0 for the teacher alone" if config.opd.use_opd else "")
         )
     if algo.gamma != 1.0 and not row.discounted:
         yield f"--gamma {algo.gamma} has no effect with --advantage-estimator {name}; remove it"
@@ -246,9 +247,9 @@ def _distillation(config: Config) -> Iterator[str]:
     algo, opd = config.algo, config.opd
     yield from teacher_problems(config)
     loss = f"--opd-loss {opd.opd_loss}"
-    if opd.has_teacher_model and opd.opd_teacher_load is None:
+    if opd.has_teacher_model and opd.opd_teacher_load is None and not opd.opd_teacher_urls:
         yield f"--opd-type {opd.opd_type} without a teacher; add --opd-teacher-load FOLDER"
-    if opd.has_teacher_model and opd.opd_teacher_urls:
+    if opd.has_teacher_model and opd.opd_teacher_urls and opd.opd_teacher_load is None:
         yield f"--opd-type {opd.opd_type} with --opd-teacher-urls: the teacher is in the trainer; remove one of them"
     if not opd.has_teacher_model and opd.opd_teacher_load is not None:
         yield (
@@ -263,7 +264,7 @@ def _distillation(config: Config) -> Iterator[str]:
     if opd.opd_loss == "topk" and not opd.opd_log_prob_top_k:
         yield f"{loss} with --opd-log-prob-top-k 0; use a number of tokens, such as 32"
     if opd.opd_loss != "topk" and opd.opd_log_prob_top_k:
-        yield f"{loss} with --opd-log-prob-top-k {opd.opd_log_prob_top_k}: remove it, or use --opd-loss topk"
+        yield f"{loss} with --opd-log-prob-top-k {opd.opd_log_prob_top_k}; remove it, or use --opd-loss topk"
     if algo.loss_type == "sft_loss" or (algo.loss_type == "custom_loss" and opd.opd_loss != "sampled"):
         yield (
             f"--use-opd with --loss-type {algo.loss_type}: {loss} is part of the policy loss; use --loss-type "

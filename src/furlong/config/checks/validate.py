@@ -19,7 +19,7 @@ from furlong.config.checks.value_checks import (
     verifier_problem,
 )
 from furlong.config.environment_specs import environment_problems
-from furlong.config.facts import default_staleness, frozen_models, is_unscored, model_folder
+from furlong.config.facts import default_staleness, further_models, is_unscored, model_folder
 from furlong.config.flag_spec import Condition, FlagSpec, flag_specs
 from furlong.config.hooks import BUILT_IN
 from furlong.config.resolve import COPIES, Derived, derive
@@ -113,6 +113,9 @@ def _unmet(written: str, flag: str, condition: Condition, other: FlagSpec, confi
     if other.kind == "off_switch":
         return f"{written} has no effect with {other.flag}; remove one of them"
     needed = condition.text(other)
+    if condition.value == "has_critic":
+        named = other.with_value(config)
+        return f"{written} has no effect with {named}, which trains no critic; use {other.flag} ppo, or remove {flag}"
     if condition.operator in ("!=", ".") and other.value_in(config) is not None:
         why = f", where `{condition.value}` is False" if condition.operator == "." else ""
         return f"{written} has no effect with {other.with_value(config)}{why}; remove {flag}"
@@ -162,7 +165,7 @@ def _required(config: Config) -> Problems:
             f"--hf-checkpoint {rollout.hf_checkpoint} is the folder that the trained model replaces at the end; choose "
             "another --output-dir, or a folder for the trained model with --save-hf"
         )
-    for model in frozen_models(config):
+    for model in further_models(config):
         if model.load != rollout.hf_checkpoint and (problem := model_problem(model.flag, model.load)):
             yield Problem(problem, "CKPT01")
 

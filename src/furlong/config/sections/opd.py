@@ -58,7 +58,7 @@ class OpdFlags:
     opd_teacher_load: str | None = flag(
         None,
         "The teacher of --opd-type trainer: a Hugging Face folder, or a checkpoint directory, of a model with the "
-        "policy's architecture and vocabulary.",
+        "policy's vocabulary, and with --train-backend megatron its architecture.",
         needs="use_opd",
         hub="model",
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.catalogue import Diagnosis, diagnosis
-from furlong.config.facts import frozen_models
+from furlong.config.facts import further_models
 from furlong.config.topology import Topology
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.diagnosis.preflight.flag_checks import from_problem
@@ -38,7 +38,7 @@ def folders_to_load(context: PreflightContext) -> Iterator[Diagnosis]:
     save = None if flags.save is None or flags.finetune else Path(flags.save)
     for flag, path, step_flag, step, save_dir in (
         ("--load", flags.load, "--ckpt-step", flags.ckpt_step, save),
-        *((model.flag, model.load, model.step_flag, model.step, None) for model in frozen_models(context.config)),
+        *((model.flag, model.load, model.step_flag, model.step, None) for model in further_models(context.config)),
     ):
         folder = Path(path or "")
         if path is None or not folder.is_dir():
@@ -79,12 +79,18 @@ def _no_checkpoint(
         found = find_checkpoint(folder, step=step, save_dir=save_dir, flag=flag)
     except CheckpointError as error:
         finding, _, remedy = str(error).rpartition("; ")
+        if flag != "--load" and not steps:
+            finding = f"{flag} {folder} has neither a config.json nor a complete checkpoint"
+            remedy = "give a Hugging Face folder, or a folder that --save wrote"
         if folder.name in [each.name for each in find_complete_folders(folder.parent)]:
             finding = f"{flag} {folder} is a single checkpoint, not the folder of all checkpoints"
-            remedy = f"use {flag} {folder.parent} {step_flag} {step_from_folder(folder)}"
+            remedy = f"use {flag} {folder.parent}"
+            if step_flag != flag:
+                remedy += f" {step_flag} {step_from_folder(folder)}"
         if remedy == "use another --ckpt-step":
             others = [saved for saved in steps if saved != (max(steps) if step is None else step)]
-            remedy = f"use {step_flag} {max(others)}" if others else "restore it from a copy, or start a new run"
+            restored = "restore it from a copy, or start a new run"
+            remedy = f"use {step_flag} {max(others)}" if others and step_flag != flag else restored
         cause = "" if steps else None  # a checkpoint is there, and the finding says what is wrong with it
         yield diagnosis("CKPT01", finding, cause=cause, remedy=remedy, evidence=evidence)
         return
@@ -94,7 +100,7 @@ def _no_checkpoint(
             f"{flag} {folder}: {why}, which is loaded",
             cause="The file was deleted, damaged or not copied with the folders, or a save was killed before writing "
             "it.",
-            remedy=f"no action needed if that is the right one; complete: {complete} (use {step_flag}); to start over, "
+            remedy=f"no action needed if that is the right one; complete: {complete} (see {step_flag}); to start over, "
             "use another folder",
             severity="warning",
             evidence=evidence,

@@ -10,7 +10,7 @@ from typing import Any
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.evaluation import used_eval_specs
-from furlong.config.facts import frozen_models, read_model_config
+from furlong.config.facts import further_models, read_model_config
 from furlong.core.garbage import import_without_gc
 from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
@@ -56,7 +56,7 @@ class _Weights:
 
 def _foreign(context: PreflightContext) -> list[_Weights]:
     flags = context.config.checkpoint
-    frozen = ((model.flag, model.load, model.step) for model in frozen_models(context.config))
+    frozen = ((model.flag, model.load, model.step) for model in further_models(context.config))
     named = ("--load", flags.load, flags.ckpt_step), *frozen
     found: list[_Weights] = []
     for flag, folder, step in named:
@@ -264,11 +264,10 @@ def _tokens_without_row(
 
 
 def frozen_tokens(context: PreflightContext) -> Iterator[Diagnosis]:
-    """NUM01, OPD01: a reference or teacher with another vocabulary, so that its log-probs are those of other texts."""
-    for model in frozen_models(context.config):
-        folder, row, name = Path(model.load), "OPD01", "teacher"
-        if model.role == "ref":
-            row, name = "NUM01", "reference"
+    """NUM01, NUM07, OPD01: a reference, critic or teacher with another vocabulary, which reads other texts."""
+    names = {"ref": ("NUM01", "reference"), "critic": ("NUM07", "critic"), "teacher": ("OPD01", "teacher")}
+    for model in further_models(context.config):
+        folder, (row, name) = Path(model.load), names[model.role]
         if context.tokenizer is not None and all((folder / n).is_file() for n in ("config.json", "tokenizer.json")):
             remedy = f"use a {name} with the tokenizer of --hf-checkpoint, or remove {model.flag}"
             other = load_tokenizer(folder)
@@ -286,7 +285,7 @@ def moved_tokens(
             row,
             f"{name}: {len(moved)} of the {len(vocab)} tokens of --hf-checkpoint have another id there or none (for "
             f"example {moved[0]!r})",
-            cause="Its log-probs would be those of other texts, or of tokens that it lacks.",
+            cause="It would read other texts, or tokens that it lacks.",
             remedy=remedy,
             evidence={"moved": len(moved), "tokens": len(vocab)},
         )
@@ -300,7 +299,7 @@ LAYOUT_KEYS = (
 
 
 def teacher_sizes(context: PreflightContext) -> Iterator[Diagnosis]:
-    """OPD01: a teacher that cannot be compared with the policy, or built in its layout."""
+    """OPD01: a teacher that cannot be built in the policy's layout."""
     config, load = context.config, context.config.opd.opd_teacher_load
     if not config.opd.has_teacher_model or load is None or not (Path(load) / "config.json").is_file():
         return
@@ -316,17 +315,6 @@ def teacher_sizes(context: PreflightContext) -> Iterator[Diagnosis]:
                 remedy="use --train-backend fsdp, or serve the teacher and name it with --opd-teacher-urls",
                 evidence={"different": different},
             )
-            return
-    rows, needed = teacher.get("vocab_size"), policy.get("vocab_size")
-    if config.opd.opd_loss != "sampled" and rows and needed and rows < needed:
-        yield diagnosis(
-            "OPD01",
-            f"--opd-teacher-load {load} has logits of {rows} tokens, and --hf-checkpoint {context.model_dir} of "
-            f"{needed}",
-            cause=f"--opd-loss {config.opd.opd_loss} compares tokens that the teacher lacks.",
-            remedy="use --opd-loss sampled, or a teacher with at least as many",
-            evidence={"teacher": rows, "policy": needed},
-        )
 
 
 CHECKS = (weights, embedding, tied_head, frozen_tokens, teacher_sizes)

@@ -556,6 +556,7 @@ class FsdpBackend(Backend):
             teacher_RD = micro.teacher_hidden_RD
             assert teacher_RD is not None  # the teacher's pass came first
             assert self._teacher_head is not None
+            teacher_RD = teacher_RD.to(self.device)
             teacher = TeacherHead(teacher_RD if local_R is None else teacher_RD[local_R], *self._teacher_head)
         chunk_size, on_cpu = self.settings.train.log_probs_chunk_size, self.device.type == "cpu"
         stats = target_stats(

@@ -248,6 +248,8 @@ class MegatronBackend(PipelinedBackend):
 
         def keep(micro: MicroBatch, stats: TokenStats) -> Tensor:
             del micro
+            if stats.hidden_RD is not None:  # of a whole rollout, too much for the device
+                stats = dataclasses.replace(stats, hidden_RD=stats.hidden_RD.cpu())
             outputs.append(stats)
             return torch.zeros((), device=self.settings.device)
 

@@ -183,7 +183,7 @@ class Pipeline:
         if request.head == "teacher_kl":
             assert micro.teacher_hidden_RD is not None  # the teacher's pass came first
             assert self.teacher_head is not None
-            teacher = TeacherHead(micro.teacher_hidden_RD[part.response], self.teacher_head)
+            teacher = TeacherHead(micro.teacher_hidden_RD.to(self.device)[part.response], self.teacher_head)
         group = parallel_state.get_tensor_model_parallel_group()
         top_k = request.top_k if request.head == "top_ids" else 0
         shard = vocab_shard(len(weight), group)
