@@ -82,7 +82,7 @@ BUDGET = {
     "evals": 400,
     "files": 1287,
     "furlong": 1324,
-    "inference": 10191,
+    "inference": 10200,
     "loop": 1220,
     "models": 3540,
     "quantization": 1261,

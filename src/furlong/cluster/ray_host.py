@@ -47,9 +47,9 @@ class EngineHost:
         text = os.environ.get("CUDA_VISIBLE_DEVICES")
         return None if not text else text.split(",")
 
-    async def reserve_ports(self, count: int) -> list[int] | Failure:
+    async def reserve_ports(self, count: int, first: int | None) -> list[int] | Failure:
         """See `Host`."""
-        return await _tried(self._host.reserve_ports(count))
+        return await _tried(self._host.reserve_ports(count, first=first))
 
     async def release_ports(self, ports: Sequence[int]) -> None:
         """See `Host`."""
@@ -94,9 +94,9 @@ class RayHost(Host):
             raise answer.error(f"machine {self.address}")
         return answer
 
-    async def reserve_ports(self, count: int) -> list[int]:
+    async def reserve_ports(self, count: int, *, first: int | None = None) -> list[int]:
         """Reserve free ports there."""
-        return await self.call("reserve_ports", count)
+        return await self.call("reserve_ports", count, first)
 
     async def release_ports(self, ports: Sequence[int]) -> None:
         """Free reserved ports."""

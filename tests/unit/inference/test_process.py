@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from furlong.errors import ConfigError
 from furlong.inference.supervisor.process import LocalHost, loopback_address, port_range, tail
 
 QUICK = [sys.executable, "-S", "-E", "-c"]  # a Python that starts in 15 ms
@@ -199,3 +200,16 @@ def test_the_end_of_a_log_omits_successful_requests(tmp_path):
     bad = good.replace("200 OK", "500 Internal Server Error")
     log.write_text("\n".join(["first", bad, *[good] * 50]))
     assert tail(log, 5) == ["first", bad]
+
+
+def test_a_fixed_port_is_reserved_only_once():
+    async def case() -> None:
+        host = LocalHost()
+        [port] = await host.reserve_ports(1)
+        with pytest.raises(ConfigError, match=f"port {port} is taken"):
+            await host.reserve_ports(1, first=port)
+        await host.release_ports([port])
+        assert await host.reserve_ports(1, first=port) == [port]
+        await host.release_ports([port])
+
+    asyncio.run(case())

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from furlong.errors import ENGINE_EXITED, ENGINE_KILLED, EngineError, Loss
+from furlong.errors import ENGINE_EXITED, ENGINE_KILLED, ConfigError, EngineError, Loss
 from furlong.inference.sglang.server import ServerInfo, SglangServer
 
 T = TypeVar("T")
@@ -88,8 +88,12 @@ class Host(ABC):
     address: str
 
     @abstractmethod
-    async def reserve_ports(self, count: int) -> list[int]:
-        """Reserve `count` free consecutive ports, bound until `start` hands them over or `release_ports` frees them."""
+    async def reserve_ports(self, count: int, *, first: int | None = None) -> list[int]:
+        """Reserve `count` free consecutive ports, starting at `first` if it is not None.
+
+        They stay bound until `start` hands them over or `release_ports` frees them. Raises ConfigError if `first` is
+        taken.
+        """
 
     @abstractmethod
     async def release_ports(self, ports: Sequence[int]) -> None:
@@ -163,7 +167,12 @@ class LocalHost(Host):
         self._reserved: dict[int, socket.socket] = {}
         self._handed_over: set[int] = set()  # to processes that may not have bound them yet
 
-    async def reserve_ports(self, count: int) -> list[int]:  # noqa: D102
+    async def reserve_ports(self, count: int, *, first: int | None = None) -> list[int]:  # noqa: D102
+        if first is not None:
+            ports = list(range(first, first + count))
+            if not self._bind(ports):
+                raise ConfigError(f"port {first} is taken; use another port, or stop the process that has it")
+            return ports
         low, high = port_range()
         num_ranges = (high - low) // count
         start = secrets.randbelow(num_ranges)
