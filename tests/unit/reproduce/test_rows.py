@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -94,6 +97,14 @@ def figures(seed: int, before: list[int], after: list[int]) -> dict[str, object]
         "tokens": 100,
         "curves": {"eval/held_out": [[0, 0.2], [4, 0.5]]},
     }
+
+
+def test_the_model_may_be_a_name_on_the_hub(tmp_path: Path):
+    words = [sys.executable, "-m", "furlong", "reproduce", "smollm2-grpo", "--model", "no/such", "--out", str(tmp_path)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--model no/such: no such local path, HF_HUB_OFFLINE is set" in done.stderr
 
 
 def test_status_follows_from_the_intervals():
