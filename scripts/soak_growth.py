@@ -17,7 +17,7 @@ import psutil
 MIB = 1 << 20
 MOST_POINTS = 400  # of a process, evenly spaced
 LEAST_STEPS = 40  # of a process after its warm-up, for a slope
-MEMORY_LIMIT = 1.0  # MB per 1,000 steps
+MEMORY_LIMIT = 1.0  # MB per 1,000 steps; where the lower quartile is below 0, the steps were too few to tell
 KINDS = ("driver", "engine", "router", "reward worker", "other")
 NEEDED = ("driver", "engine")  # a result without these says nothing
 
@@ -52,7 +52,8 @@ class Growth:
         found: list[str] = []
         if self.memory_slope is None and self.kind in NEEDED:
             found.append(f"{self.kind}: no process lived long enough to measure its growth; use more MINUTES")
-        if self.memory_slope is not None and self.memory_slope >= MEMORY_LIMIT:
+        quartiles = self.memory_quartiles
+        if self.memory_slope is not None and quartiles and self.memory_slope >= MEMORY_LIMIT and quartiles[0] > 0:
             found.append(f"{self.kind}: memory grows by {self.memory_slope:.2f} MB per 1,000 steps")
         if self.descriptor_slope is not None and self.descriptor_slope > 0:
             found.append(f"{self.kind}: descriptors grow by {self.descriptor_slope:.2f} per 1,000 steps")

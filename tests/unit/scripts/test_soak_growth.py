@@ -46,6 +46,13 @@ def test_no_leak_is_found_in_noise_with_peaks(soak_growth):
     assert (row.descriptor_slope, row.problems) == (0.0, [])
 
 
+def test_a_rise_within_the_noise_of_few_steps_is_no_leak(soak_growth):
+    rises = [0.0, 3.0, -2.0, 4.0, -3.0, 5.0, 2.0, -1.0, 3.0, 6.0] * 4  # MB, of a driver that does not grow
+    points = [soak_growth.Usage("driver", "1@0", 8 * i, 510 + rise, 20) for i, rise in enumerate([*rises, 6.0, 7.0])]
+    [row] = soak_growth.growth(points, warm_up=0)
+    assert (row.memory_slope > soak_growth.MEMORY_LIMIT, row.problems) == (True, [])
+
+
 def test_descriptors_that_rise_now_and_then_are_found(soak_growth):
     [row] = soak_growth.growth(usages(soak_growth, every=100), warm_up=0)
     assert row.descriptor_slope == pytest.approx(10, rel=0.4)
