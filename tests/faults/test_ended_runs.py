@@ -112,7 +112,7 @@ def test_a_missing_server_is_refused_by_doctor_and_run_alike(tmp_path, capsys):
 
 
 def test_an_error_of_the_engine_is_explained_on_the_terminal(tmp_path, capsys):
-    code, _ = run(tmp_path / "run", lr=1e30, clip_grad=0)
+    code, _ = run(tmp_path / "run", lr=10, weight_decay=1e30, clip_grad=0)
     before, printed = capsys.readouterr().err.split("furlong: EngineError: ")
     assert code == 1
     assert printed.startswith("[NUM04] ")

@@ -231,7 +231,7 @@ def test_rewards_that_make_a_huge_gradient(tmp_path):
 @pytest.mark.nightly
 def test_a_learning_rate_that_makes_the_loss_nan(tmp_path, capsys):
     fast = {"clip_grad": 0, "global_batch_size": 8, "num_rollout": 1}
-    code, _ = run(tmp_path / "run", lr=1e30, **fast)
+    code, _ = run(tmp_path / "run", lr=10, weight_decay=1e30, **fast)
     message = capsys.readouterr().err.split("furlong: TrainerError: ")[1]
     assert code == 1
     assert message.startswith("[NUM04] rollout 0: ")
