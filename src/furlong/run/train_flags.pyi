@@ -403,7 +403,7 @@ class TrainFlags(TypedDict, total=False):
     """Accepted for Miles compatibility; no effect."""
     opd_teacher_load: str | Path | None
     """The teacher of --opd-type trainer: a Hugging Face folder, or a checkpoint directory, of a model with the policy's
-    architecture and vocabulary."""
+    vocabulary, and with --train-backend megatron its architecture."""
     opd_teacher_ckpt_step: int | None
     """Checkpoint step of --opd-teacher-load. Default: the latest."""
     opd_teacher_urls: str | Path | Sequence[str | Path] | None
@@ -417,8 +417,8 @@ class TrainFlags(TypedDict, total=False):
     teacher. It sees the prompt in its own chat template. They are aligned by the bytes of the response; tokens without
     a counterpart are left out."""
     opd_teacher_prompt_key: str | Path | None
-    """Metadata key with a prompt, text or messages, that the teacher sees in place of the sample's: self-distillation
-    of what a longer prompt, or the answer, teaches."""
+    """Metadata key with a prompt, text or messages, that the teacher sees instead of the sample's: self-distillation of
+    what a longer prompt, or the answer, teaches."""
     train_backend: Literal["fsdp", "megatron"]
     """Training backend: `fsdp` trains Hugging Face models with PyTorch FSDP; `megatron` trains the model families of
     docs/scale-out/megatron.md with Megatron-core."""

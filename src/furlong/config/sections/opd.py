@@ -89,7 +89,7 @@ class OpdFlags:
     )
     opd_teacher_prompt_key: str | None = flag(
         None,
-        "Metadata key with a prompt, text or messages, that the teacher sees in place of the sample's: "
+        "Metadata key with a prompt, text or messages, that the teacher sees instead of the sample's: "
         "self-distillation of what a longer prompt, or the answer, teaches.",
         metavar="KEY",
         needs="use_opd",
