@@ -77,7 +77,7 @@ BUDGET = {
     "config": 7447,
     "core": 4267,
     "data": 2907,
-    "diagnosis": 6305,
+    "diagnosis": 6306,
     "environments": 1200,
     "evals": 400,
     "files": 1287,

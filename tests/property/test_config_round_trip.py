@@ -22,7 +22,8 @@ JSON = st.dictionaries(
 
 
 def values_of(spec: FlagSpec) -> st.SearchStrategy[Any]:
-    taken = {*VALUES, *([(spec.flag, "=")] if spec.kind == "append" else [])}  # a single = is that of `--flag = value`
+    # a single = is that of `--flag = value`
+    taken = {*VALUES, *([(spec.flag, "=")] if spec.kind in ("many", "append") else [])}
     element = {
         int: st.integers(-(2**40), 2**40),
         float: st.floats(allow_nan=False, allow_infinity=False),

@@ -296,7 +296,8 @@ def _gradient_alert(now: StepContext, name: str, value: float, excess: str, seve
          "check that function"),
         (reward_range > LARGE_REWARDS and not _divides_rewards(algo),
          f"Rewards range over {reward_range:.3g} and are not divided by their standard deviation.",
-         "scale rewards to about 0 to 1"),
+         "scale rewards to about 0 to 1"
+         + ("" if algo.grpo_std_normalization else ", or remove --disable-grpo-std-normalization")),
         (True, "Candidates: samples or a chat template that do not fit the model, or steps that are too large.",
          "inspect this step's samples (--save-debug-rollout-data) and their template (`furlong template check`); lower "
          "--lr; --clip-grad limits each step"),
