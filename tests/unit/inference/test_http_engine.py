@@ -461,7 +461,7 @@ def test_prefix_caches_are_those_of_a_weight_version_once_an_update_held_request
 def test_a_full_engine_is_healthy_while_it_generates():
     config, model = tiny_model("qwen2")
     engine = ServedEngine(config, model.state_dict())
-    long = SamplingParams(max_new_tokens=32, ignore_eos=True)
+    long = SamplingParams(max_new_tokens=160, ignore_eos=True)
 
     async def body():
         tasks = [asyncio.create_task(engine.generate([5 + i % 90], long)) for i in range(128)]
