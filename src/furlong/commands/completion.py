@@ -27,10 +27,15 @@ SCRIPT = """{head}_furlong() {{
 {values}
   esac
 }}
-complete -o default -F _furlong furlong
-"""
+{register}"""
 SUBCOMMANDS = {"data": "check tokenize", "reward": "test", "template": "check list show", "completion": "bash zsh"}
+BASH = "complete -o default -F _furlong furlong\n"
 ZSH = "autoload -U +X compinit bashcompinit && compinit -u && bashcompinit\n"
+ZSH_REGISTER = """_furlong_zsh() {
+  _bash_complete -o default -F _furlong || { compset -P '--*=' && _files; }
+}
+compdef _furlong_zsh furlong
+"""  # a flag and its value are one word here
 
 
 def completion(words: list[str]) -> int:
@@ -63,6 +68,7 @@ def script(shell: str) -> str:
     ]
     return SCRIPT.format(
         head=ZSH if shell == "zsh" else "",
+        register=ZSH_REGISTER if shell == "zsh" else BASH,
         commands=" ".join(COMMANDS),
         flag_commands=" | ".join(f'"{name} "-*' for name in FLAG_COMMANDS),
         flags=" ".join([*flags, *FILE_FLAGS, "--help"]),

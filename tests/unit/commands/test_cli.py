@@ -63,7 +63,9 @@ def test_bash_completes_commands_flags_and_values(capsys):
     shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
     assert shown.splitlines() == ["quickstart", "--rollout-batch-size", "sglang", "", "check", "math"]
     assert main(["completion", "zsh"]) == 0
-    assert capsys.readouterr().out.startswith("autoload")
+    shown = capsys.readouterr().out
+    assert shown.startswith("autoload")
+    assert "\ncompdef _furlong_zsh furlong\n" in shown  # which completes files after `--flag=`, one word in zsh
 
 
 def test_no_command_is_wrong_usage(capsys):
