@@ -19,7 +19,7 @@ from furlong.config.sections import Config
 from furlong.errors import ConfigError, FurlongError
 from furlong.run.folder import run_folder
 from furlong.run.launch import Interrupt, check_before_run, run_in_folder
-from furlong.run.python_arguments import Environments, Rewards, Rows, resolve_call
+from furlong.run.python_arguments import Environments, Rewards, Rows, in_keywords, resolve_call
 from furlong.run.signals import EXIT_CODES
 from furlong.tools.run_diff import summarize
 from furlong.tracking.run_files import EVENTS, METRICS, read_flags, read_intact_rows
@@ -138,7 +138,7 @@ def configure(
         flags=flags,
     )
     if problems:
-        raise ConfigError(*problems)
+        raise in_keywords(ConfigError(*problems))
     return resolved.config
 
 
@@ -201,7 +201,7 @@ def train(
         else:
             start()
     except FurlongError as error:
-        raise error.with_traceback(None) from None
+        raise in_keywords(error).with_traceback(None) from None
     return Run(folder)
 
 

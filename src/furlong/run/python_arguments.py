@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from furlong.catalogue import Problem
 from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG, Resolved, examine
@@ -16,12 +18,13 @@ from furlong.core.text import shortened
 from furlong.core.user_functions import use_objects
 from furlong.core.user_objects import PREFIX, import_path, name_of, packed
 from furlong.data.row_readers import plain_value
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, FurlongError
 from furlong.rewards.custom_reward import AsyncRewardSum, RewardSum, custom_reward
 
 if TYPE_CHECKING:
     from furlong.config.hooks import RewardFunction
 
+E = TypeVar("E", bound=FurlongError)
 Rows: TypeAlias = "Iterable[Any] | str | Path"
 """Rows of columns: a list of dicts, a data set of `datasets` or a data frame; or a path or name as in --prompt-data."""
 Rewards: TypeAlias = "RewardFunction | Sequence[RewardFunction] | str"
@@ -36,6 +39,8 @@ _COLUMNS = {
     "label_key": ("label", "answer", "ground_truth", "solution"),
 }  # columns of rows in this process, the first that they have
 
+_ARGUMENTS = {"hf_checkpoint": "model", "custom_rm_path": "reward"}  # arguments with another name than their flag
+_FLAGS = re.compile(r"`\w[^`]*`|--[a-z][a-z0-9-]*")  # commands, which stay, and flags
 
 _MISSING = {
     "--hf-checkpoint is missing": "model is missing; give a model folder, or the name of a model on the Hub",
@@ -43,6 +48,26 @@ _MISSING = {
     "responses are not scored": "reward is missing; give a function such as def reward(response, label), or a "
     "verifier's name such as 'math'",
 }
+
+
+@cache
+def _keywords() -> dict[str, str]:
+    """The keyword of each flag: `lr` of --lr, `use_opd=True` of --use-opd, `x=False` of --no-x."""
+    names: dict[str, str] = {}
+    for name, spec in flag_specs(Config).items():
+        names[spec.flag] = f"`{_ARGUMENTS.get(name, name)}`"
+        if spec.type is bool:
+            names[spec.flag] = f"`{name}={spec.kind != 'off_switch'}`"
+            names.setdefault(spec.flag.replace("--", "--no-", 1), f"`{name}=False`")
+    return names
+
+
+def in_keywords(error: E) -> E:
+    """Name the keyword arguments in the text of an error, in place of flags, and return it."""
+    error.args = tuple(_FLAGS.sub(lambda found: _keywords().get(found[0], found[0]), str(each)) for each in error.args)
+    if isinstance(error, ConfigError):
+        error.problems = error.args
+    return error
 
 
 @dataclass

@@ -14,6 +14,7 @@ import pytest
 import furlong
 from furlong.core.user_functions import load_function, use_objects
 from furlong.core.user_objects import find_object
+from furlong.run.python_arguments import in_keywords
 
 ROOT = Path(__file__).parents[3]
 ROWS = [{"prompt": "1+1=", "answer": "2", "carry": False}, {"prompt": "8+8=", "answer": "16", "carry": True}]
@@ -89,7 +90,8 @@ def test_messages_and_data_frames_are_rows(model):
         ({"model": "m", "hf_checkpoint": "n"}, "model and hf_checkpoint are the same"),
         ({"reward": 3}, "reward: got 3, expected a function"),
         ({"reward": [right, 3]}, "reward: got 3 among several"),
-        ({"reward": right, "rm_type": "math"}, "--rm-type"),
+        ({"reward": right, "rm_type": "math"}, "`reward`"),
+        ({"n_samples_per_prompt": 0}, "`n_samples_per_prompt` 0 is outside"),
         ({"prompt_data": []}, "prompt_data has no rows; give a list of dicts"),
         ({"prompt_data": {"prompt": ["1+1="], "label": ["2"]}}, "is a dict of columns; give pandas.DataFrame(DATA)"),
         ({"prompt_data": {"train": ROWS[0]}}, "is a dict of splits; give one of them, as in DATA['train']"),
@@ -107,7 +109,7 @@ def test_messages_and_data_frames_are_rows(model):
         ({"warmup_ratio": 0.1}, "use lr_warmup_fraction"),
         ({"tokenizer": "model"}, "the tokenizer is that of the model folder"),
         ({"on_step": lambda: None}, "it is called with one argument"),
-        ({"eval_data": [{"prompt": "1+1="}], "label_key": "answer"}, "--eval-label-key"),
+        ({"eval_data": [{"prompt": "1+1="}], "label_key": "answer"}, "with `eval_label_key`"),
         ({"model": 3}, "model: got 3, expected a model folder"),
         ({"environment": right}, "expected a class with reset and step"),
         ({"on_step": 3}, "on_step: got 3, expected a function"),
@@ -119,6 +121,11 @@ def test_a_mistake_is_an_error_that_names_it(model, arguments, words, tmp_path, 
         furlong.train(**{"model": model, "prompt_data": ROWS, "reward": right} | arguments)
     assert words in str(caught.value)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_errors_name_keywords_and_leave_commands_and_other_flags():
+    error = in_keywords(furlong.ConfigError("--use-opd with --no-offload-train, see `furlong doctor --lr`, --hsts"))
+    assert error.problems == ("`use_opd=True` with `offload_train=False`, see `furlong doctor --lr`, --hsts",)
 
 
 def test_an_evaluation_set_has_its_own_columns_and_a_default_folder_is_free(model, tmp_path, monkeypatch):
