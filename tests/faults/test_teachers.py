@@ -79,10 +79,56 @@ def test_the_server_of_slimes_functions_is_compared_and_evaluations_by_them_are_
     flags["rm_url"] = f"{server.url}/generate"
     try:
         assert names(only(look(**flags), "OPD01").finding, "the teacher default", "logits of 8 tokens")
+        (folder / "config.json").write_text(json.dumps(config))
+        found = only(look(**flags, eval_prompt_data=["held", world.data]), "REW01", "warning")
     finally:
         server.stop()
-    found = only(look(**flags, eval_prompt_data=["held", world.data]), "REW01", "warning")
     assert names(found.remedy, "rm_type in --eval-config")
+
+
+FUNCTION = "slime.rollout.on_policy_distillation.reward_func"
+PROCESS = "slime.rollout.on_policy_distillation.post_process_rewards"
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        ({"custom_reward_post_process_path": None}, f"add --custom-reward-post-process-path {PROCESS}"),
+        ({"custom_rm_path": None, "rm_type": "math"}, f"add --custom-rm-path {FUNCTION}"),
+        ({"use_opd": False}, "add --use-opd"),
+        ({"rm_url": None}, "add --rm-url http"),
+        ({"custom_reward_post_process_path": None, "opd_teacher_load": "model"}, "remove it"),
+    ],
+)
+def test_slimes_functions_that_lack_a_part_are_one_problem_with_its_remedy(world, flags, remedy):
+    async def answer(path, body):
+        return 200, {"meta_info": {}, "text": ""}
+
+    server = ScriptedServer(answer)
+    given = {"rm_type": None, "custom_rm_path": FUNCTION, "custom_reward_post_process_path": PROCESS, "use_opd": True}
+    given |= {"rm_url": f"{server.url}/generate"} | flags
+    try:
+        found = world.look(**given | ({"opd_teacher_load": world.model} if "opd_teacher_load" in flags else {}))
+    finally:
+        server.stop()
+    assert names(only(found, "CFG05").remedy, remedy)
+
+
+@pytest.mark.parametrize("flags", [{}, {"custom_rm_path": FUNCTION, "custom_reward_post_process_path": PROCESS}])
+def test_a_teacher_that_is_down_or_is_no_engine_is_found_before_the_start(world, flags):
+    async def answer(path, body):
+        return 200 if "authorization" in server.headers[-1] else 401, {"version": "0.5.16"}
+
+    given = flags | {"use_opd": True, "rm_type": None, "rm_url": "http://127.0.0.1:9/generate"}
+    assert names(only(world.look(**given), "ENG05").finding, "teacher default", "http://127.0.0.1:9")
+    server = ScriptedServer(answer)
+    try:
+        given["rm_url"] = f"{server.url}/generate"
+        assert names(only(world.look(**given), "ENG05").remedy, "--sglang-api-key")
+        assert world.look(**given, sglang_api_key="sesame") == []
+        assert server.headers[-1]["authorization"] == "Bearer sesame"
+    finally:
+        server.stop()
 
 
 def test_a_prompt_for_the_teacher_that_no_row_has(distill, world):

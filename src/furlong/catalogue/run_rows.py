@@ -64,8 +64,8 @@ ROWS = (
         "error",
         symptom="`Max retries exceeded with url: /get_model_info`.",
         cause="The engine is still starting, it died, or another process uses its port.",
-        checked="The answer and the settings of each of --rollout-external-engine-addrs and of the router; after a "
-        "failure the traceback, the process, and which process listens on the port.",
+        checked="The answer and the settings of each of --rollout-external-engine-addrs, of the router and of teachers "
+        "on servers; after a failure the traceback, the process, and which process listens on the port.",
         remedy="The message says which of the three; see GPU03 for a port in use. Fewer engines per machine, with a "
         "larger --rollout-num-gpus-per-engine, need fewer ports.",
         guides=(MQ, SQ),

@@ -73,6 +73,35 @@ def teacher_of(name: object, names: list[str]) -> str | None:
     return str(name) if str(name) in names else None
 
 
+def function_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with slime's functions that ask a teacher: one without the other, or nothing to ask."""
+    opd, path = config.opd, config.reward.custom_rm_path
+    process, slime = config.reward.custom_reward_post_process_path, "slime.rollout.on_policy_distillation"
+    asks, reads = (path or "").endswith(ASKS), (process or "").endswith(READS)
+    if (asks or reads) and not opd.use_opd:
+        given = f"--custom-rm-path {path}" if asks else f"--custom-reward-post-process-path {process}"
+        yield f"{given} is for a teacher, from which only --use-opd learns; add --use-opd"
+    elif opd.opd_teacher_urls:
+        return
+    elif asks and process is None and opd.has_teacher_model:
+        yield (
+            f"--custom-rm-path {path} asks a teacher on a server, but that of --opd-type {opd.opd_type} is in the "
+            "trainer; remove it"
+        )
+    elif asks and process is None:
+        yield (
+            f"--custom-rm-path {path} returns the teacher's reply; add --custom-reward-post-process-path "
+            f"{slime}.post_process_rewards, which reads it"
+        )
+    if asks and config.reward.rm_url is None and not opd.has_teacher_model:
+        yield f"--custom-rm-path {path} asks the teacher at --rm-url; add --rm-url http://HOST:PORT/generate"
+    if path is None and reads:
+        yield (
+            f"--custom-reward-post-process-path {process} reads the teacher's replies; add --custom-rm-path "
+            f"{slime}.reward_func, which asks it"
+        )
+
+
 def teacher_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong with the teachers of a configuration, before any of them is asked."""
     opd, rollout = config.opd, config.rollout
@@ -80,7 +109,8 @@ def teacher_problems(config: Config) -> Iterator[str]:
         specs = teacher_specs(config)
     except ConfigError:  # of --sglang-config, which is reported elsewhere
         return
-    functions = (config.reward.custom_rm_path, rollout.custom_generate_function_path, rollout.rollout_function_path)
+    functions = [rollout.custom_generate_function_path, rollout.rollout_function_path]
+    functions += [config.reward.custom_rm_path, config.reward.custom_reward_post_process_path]
     has_teacher = specs or any(functions) or opd.has_teacher_model or opd.opd_teacher_load is not None
     if not has_teacher and config.debug.load_debug_rollout_data is None:
         yield (
@@ -92,21 +122,6 @@ def teacher_problems(config: Config) -> Iterator[str]:
             f"--opd-teacher-urls with --rollout-function-path {rollout.rollout_function_path}, which generates samples "
             "itself: set sample.teacher_log_probs there, and remove --opd-teacher-urls"
         )
-    reward, slime = config.reward, "slime.rollout.on_policy_distillation"
-    if not opd.has_teacher_model and not opd.opd_teacher_urls:
-        process, path = config.reward.custom_reward_post_process_path, reward.custom_rm_path
-        if (path or "").endswith(ASKS) and reward.rm_url is None:
-            yield f"--custom-rm-path {path} asks the teacher at --rm-url; add --rm-url http://HOST:PORT/generate"
-        if (path or "").endswith(ASKS) and process is None:
-            yield (
-                f"--custom-rm-path {path} returns the teacher's reply; add --custom-reward-post-process-path "
-                f"{slime}.post_process_rewards, which reads it"
-            )
-        if path is None and (process or "").endswith(READS):
-            yield (
-                f"--custom-reward-post-process-path {process} reads the teacher's replies; add --custom-rm-path "
-                f"{slime}.reward_func, which asks it"
-            )
     names = [_named(text)[0] for text in opd.opd_teacher_urls or ()]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"--opd-teacher-urls has two teachers named {name!r}; give each another name"

@@ -881,8 +881,8 @@ class TrainFlags(TypedDict, total=False):
     sglang_server_concurrency: int
     """Maximum number of concurrent requests per server."""
     sglang_api_key: str | Path | None
-    """API key of the servers; servers that furlong starts are started with it. Prefer the environment variable
-    FURLONG_API_KEY, which `ps` does not show."""
+    """API key of the servers, teachers included; servers that furlong starts are started with it. Prefer the
+    environment variable FURLONG_API_KEY, which `ps` does not show."""
     actor_num_nodes: int
     """Number of training machines."""
     actor_num_gpus_per_node: int

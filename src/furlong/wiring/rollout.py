@@ -309,10 +309,10 @@ def _teachers(context: RunContext, policy: Engine) -> Teachers | None:
             )
             length: int | None = context_length(folder)
         else:
-            url, key = spec.url, None
-            if url is None:  # a model of --sglang-config, which starts later
-                url, key = get_model_url(context.args, spec.name, ""), context.client_key
-            info = ServerInfo.read({} if spec.url is None else probe(url, api_key=None))
+            key = context.client_key
+            # A model of --sglang-config starts later.
+            url = get_model_url(context.args, spec.name, "") if spec.url is None else spec.url
+            info = ServerInfo.read({} if spec.url is None else probe(url, api_key=key))
             cluster = config.cluster
             server = SglangServer(
                 url,

@@ -12,7 +12,7 @@ from furlong.config.critic import critic_settings, role_overrides
 from furlong.config.facts import read_model_config
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
-from furlong.config.teachers import teacher_problems
+from furlong.config.teachers import function_problems, teacher_problems
 from furlong.config.topology import Topology
 from furlong.core.algorithms import find_algorithm
 from furlong.core.routing import RoutingShape
@@ -132,6 +132,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         yield from _critic(config)
     if algo.keep_old_actor:
         yield from _old_actor(config)
+    yield from function_problems(config)
     if config.opd.use_opd:
         yield from _distillation(config)
 

@@ -46,9 +46,9 @@ class ClusterFlags:
     )
     sglang_api_key: str | None = flag(
         None,
-        "API key of the servers; servers that furlong starts are started with it. Prefer the environment variable "
-        "FURLONG_API_KEY, which `ps` does not show.",
-        needs=_SERVERS,
+        "API key of the servers, teachers included; servers that furlong starts are started with it. Prefer the "
+        "environment variable FURLONG_API_KEY, which `ps` does not show.",
+        needs=_SERVERS + " or use_opd",
         secret=True,
     )
     actor_num_nodes: int = flag(1, "Number of training machines.", within="[1, inf)")

@@ -171,7 +171,7 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
         return
     if path is None or context.hooks[0].custom_rm is None or rows is None or not context.generates or has_generate:
         return
-    if any(problem.startswith("--custom-rm-path:") for problem in context.hooks[1]):  # it cannot be called
+    if any(problem.startswith("--custom-rm-path") for problem in (*context.hooks[1], *context.problems)):
         return
     prompts = rows.prompts[:1]
     if not prompts:

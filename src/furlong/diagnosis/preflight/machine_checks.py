@@ -292,20 +292,21 @@ def engine_servers(context: PreflightContext) -> Iterator[Diagnosis]:
     try:
         addresses, _ = external_addresses(config)
     except ConfigError as error:
-        yield _unusable_engine(error)
+        yield unusable_engine(str(error))
         return
     for url in addresses:
         try:
             read_external(config, url)
         except ConfigError as error:
-            yield _unusable_engine(error)
+            yield unusable_engine(str(error))
 
 
-def _unusable_engine(error: ConfigError) -> Diagnosis:
-    finding, _, remedy = str(error).rpartition("; ")
+def unusable_engine(problem: str) -> Diagnosis:
+    """ENG05: an engine, or a teacher, that does not answer as one; a remedy follows the last semicolon."""
+    finding, _, remedy = problem.rpartition("; ")
     if not finding:
         finding, remedy = remedy, "use the address of an SGLang or `furlong serve` server"
-    return diagnosis("ENG05", finding, cause="", remedy=remedy, evidence={"problem": str(error)})
+    return diagnosis("ENG05", finding, cause="", remedy=remedy, evidence={"problem": problem})
 
 
 def device(context: PreflightContext, devices: Path = Path("/dev")) -> Iterator[Diagnosis]:

@@ -1,4 +1,4 @@
-"""Checks of teachers. One that is asked during the rollout and does not answer is reported when it is connected."""
+"""Checks of teachers: whether those on servers answer, and whether all read the policy's texts."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from furlong.core.model_config import read_json
 from furlong.core.text import abbreviate
 from furlong.data.prompt import can_render, render_chat
 from furlong.diagnosis.preflight.context import PreflightContext
+from furlong.diagnosis.preflight.machine_checks import unusable_engine
 from furlong.diagnosis.preflight.weight_checks import moved_tokens
 from furlong.errors import ConfigError, DataError, EngineError
 from furlong.models.hf_config import context_length
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def teachers(context: PreflightContext) -> Iterator[Diagnosis]:
-    """OPD01, OPD04: a teacher that reads other texts than the policy, or cannot answer at its temperature."""
+    """OPD01, OPD04, ENG05: a teacher of other texts or another temperature than the policy, or one that is down."""
     config = context.config
     if context.problems:
         return
@@ -43,10 +44,11 @@ def teachers(context: PreflightContext) -> Iterator[Diagnosis]:
         yield from _rows(context, f"--opd-teacher-load {load}", load)
         if context.tokenizer is not None:
             yield from _template(context, "in the trainer", load, load_tokenizer(load))
-    if not (specs := teacher_specs(config)):
+    if not (specs := teacher_specs(config)) or not context.generates:
         return
     from furlong.inference.sglang.server import ServerInfo, probe  # imports torch
 
+    key = config.cluster.sglang_api_key
     folders = {model.name: model.path for model in served_models(config)}
     yield from _evaluations(config)
     _check_names(context, [spec.name for spec in specs])
@@ -55,11 +57,12 @@ def teachers(context: PreflightContext) -> Iterator[Diagnosis]:
         folder, info = spec.folder or folders.get(spec.name), None
         if spec.url is not None:
             try:
-                info = ServerInfo.read(probe(spec.url, api_key=None))
-                folder = str(probe(spec.url, api_key=None, path="/model_info").get("tokenizer_path") or "")
+                info = ServerInfo.read(probe(spec.url, api_key=key))
             except (ConfigError, EngineError) as error:
-                logger.info("teacher %s is not compared with the policy: %s", spec.name, error)
+                yield unusable_engine(f"teacher {spec.name}: {error}")
                 continue
+            with contextlib.suppress(ConfigError):  # the texts are compared by /tokenize instead
+                folder = str(probe(spec.url, api_key=key, path="/model_info").get("tokenizer_path") or "")
         length = info.context_len if info is not None else context_length(Path(folder)) if folder else None
         yield from _room(context, spec.name, length)
         temperature = config.rollout.rollout_temperature
@@ -144,7 +147,7 @@ def _texts(context: PreflightContext, spec: TeacherSpec, folder: str | None) -> 
     if not folder or not (Path(folder) / "tokenizer.json").is_file():
         from furlong.inference.sglang.external import SHOWN_TEXT
 
-        known = None if spec.url is None else asyncio.run(_tokens(spec.url))
+        known = None if spec.url is None else asyncio.run(_tokens(spec.url, context.config.cluster.sglang_api_key))
         if known is None:
             logger.info("the vocabulary of the teacher %s is unknown: it must be that of --hf-checkpoint", spec.name)
         elif known != (own := tokenizer.encode(SHOWN_TEXT, add_special_tokens=False)) and known[1:] != own:
@@ -200,11 +203,11 @@ def _template(context: PreflightContext, name: str, folder: str, theirs: Any) ->
             )
 
 
-async def _tokens(url: str) -> list[int] | None:
+async def _tokens(url: str, key: str | None) -> list[int] | None:
     from furlong.inference.sglang.external import SHOWN_TEXT
     from furlong.inference.sglang.server import PROBE_S, ServerInfo, SglangServer
 
-    server = SglangServer(url, ServerInfo.read({}))
+    server = SglangServer(url, ServerInfo.read({}), api_key=key)
     try:
         answer = await server.ask("/tokenize", {"prompt": SHOWN_TEXT, "add_special_tokens": False}, timeout_s=PROBE_S)
         return list(answer["tokens"])
