@@ -91,7 +91,7 @@ BUDGET = {
     "rewards": 1780,
     "rollout": 5016,
     "run": 1538,
-    "sandboxes": 1465,
+    "sandboxes": 1559,
     "sessions": 3272,
     "sglang_layout": 770,
     "slime_api": 1048,

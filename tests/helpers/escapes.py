@@ -28,7 +28,7 @@ from furlong.sandboxes import CodeSandbox, Executed, SandboxLimits, sandbox
 
 MIB = 1 << 20
 LIMITS = SandboxLimits(
-    timeout_s=30, memory_bytes=256 * MIB, storage_bytes=128 * MIB, max_processes=32, file_bytes=48 * MIB, open_files=512
+    timeout_s=60, memory_bytes=256 * MIB, storage_bytes=128 * MIB, max_processes=32, file_bytes=48 * MIB, open_files=512
 )
 
 PRELUDE = """
@@ -516,6 +516,92 @@ time.sleep(1); escaped("200 full connections")
     Escape("memory by raising limits", """
 for kind in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
     refused(lambda: resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)))
+"""),
+    # -- memory of the kernel, which appears in no figure of a process
+    Escape("kernel memory in locks of byte ranges", """
+import fcntl
+for _ in range(4): os.fork()
+files = [open(f"/tmp/{os.getpid()}.{number}", "wb") for number in range(450)]
+for start in range(0, 240, 2):
+    for file in files: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, start)
+time.sleep(1); escaped("120 locks in each of 450 files of 16 processes")
+""", _was_killed_for_memory),
+    Escape("kernel memory in locks of open files", """
+import fcntl
+for command in (37, 38):
+    lock = struct.pack("hhqqi4x", 1, 0, command, 1, 0)
+    refused(lambda: fcntl.fcntl(os.open("/tmp/file", os.O_RDWR | os.O_CREAT), command, lock))
+"""),
+    *(Escape(f"kernel memory in watches of epoll, {how}", f"""
+import select
+if {how == "unreadable"}: libc.prctl(4, 0, 0, 0, 0)
+one, other = socket.socketpair()
+files, adds, kept = [os.pipe()[0] for _ in range({files})], [], []
+for _ in range({rounds}):
+    kept = [select.epoll() for _ in range({sets})]
+    adds = [each.register for each in kept]
+    for file in files:
+        for number in range(300, 500):
+            os.dup2(file, number)
+            for add in adds: add(number, 1)
+    if {how == "in flight"}:
+        socket.send_fds(one, [b"x"], [each.fileno() for each in kept])
+time.sleep(1); escaped("1,400,000 watches")
+""", _was_killed_for_memory) for how, sets, files, rounds in (
+    ("in sight", 200, 35, 1), ("unreadable", 200, 35, 1), ("in flight", 8, 14, 62),
+    )),
+    Escape("kernel memory in events of inotify", """
+for number in range(60):
+    if (watched := libc.inotify_init1(0)) < 0 or libc.inotify_add_watch(watched, b".", 0xFFF) < 0: sys.exit(3)
+for _ in range(5500):
+    for name in "ab": open(name * 250, "w").close()
+time.sleep(1); escaped("60 queues of 16,384 events")
+""", _was_killed_for_memory),
+    Escape("kernel memory in mappings", """
+libc.mmap.restype, libc.madvise.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+start = libc.mmap(None, ctypes.c_size_t(60_000 << 12), 3, 0x22, -1, 0)
+for number in range(0, 60_000, 2): libc.madvise(start + (number << 12), 4096, 16)
+for _ in range(4): os.fork()
+time.sleep(2); escaped("60,000 mappings in each of 16 processes")
+""", _was_killed_for_memory),
+    Escape("kernel memory in open files of /proc", """
+for _ in range(4): os.fork()
+for _ in range(450): os.read(os.open("/proc/stat", 0), 1)
+time.sleep(2); escaped("450 buffers in each of 16 processes")
+""", _was_killed_for_memory),
+    Escape("kernel memory in terminals", """
+for _ in range(3): os.fork()
+for _ in range(120): os.openpty()
+time.sleep(2); escaped("960 terminals")
+""", _was_killed_for_memory),
+    Escape("kernel memory in queues of single bytes", """
+server, kept = socket.create_server(("127.0.0.1", 0)), []
+for _ in range(100):
+    kept += [socket.create_connection(server.getsockname()), server.accept()[0]]
+    kept[-2].setblocking(False)
+    try:
+        while True: kept[-2].send(b"x", 0x80)  # MSG_EOR: a packet for each
+    except OSError: pass
+time.sleep(1); escaped("100 queues of 4 MiB")
+""", _was_killed_for_memory),
+    Escape("kernel memory in pages of truncated files", """
+file, pair, pipe = open("/tmp/file", "w+b", buffering=0), socket.socketpair(), os.pipe()
+file.write(bytes(4096))
+refused(lambda: os.sendfile(pair[0].fileno(), file.fileno(), 0, 1))
+refused(lambda: os.splice(file.fileno(), pipe[1], 1, 0))
+"""),
+    Escape("kernel memory by calls that are refused", """
+denied("fanotify_init", 262 if ARM else 300, 0x200, 0)  # 16,384 events in each of 128 queues
+denied("prctl", 167 if ARM else 157, 78, 1, 1 << 16, 0, 0)  # PR_FUTEX_HASH: 64 bytes for each slot, without a limit
+pages = ctypes.create_string_buffer(8192); start = ctypes.addressof(pages) + 4095 & ~4095
+denied("mbind", 235 if ARM else 237, ctypes.c_void_p(start), ctypes.c_ulong(4096), 0, None, 0, 0)
+denied("close_range", 436, 1000, 1001, 2)  # its own descriptors for a thread
+stack = ctypes.create_string_buffer(1 << 16)
+ended = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: libc.syscall(93 if ARM else 60, 0))
+if libc.clone(ended, ctypes.c_void_p(ctypes.addressof(stack) + 65536), 0x10900, None) >= 0: escaped("clone")
+timer, count = ctypes.c_int(), 0
+while count < 10_000 and call(107 if ARM else 222, 1, None, ctypes.byref(timer)) == 0: count += 1
+if count == 10_000: escaped("timers")
 """),
     # -- other bounds
     Escape("rights of folders that later commands need", """

@@ -33,12 +33,18 @@ HEADER = struct.Struct(">II")  # bytes of JSON, bytes after it
 WORK = "/tmp/work"
 _TMPFS = ("/tmp", WORK, "/dev/shm")
 _SAMPLE_S = 0.05  # between two looks at memory and the number of processes
+_THOROUGH = 5  # every how many looks descriptors and mappings are counted
 _CONFIRMED_AFTER_S = 0.01
-_INODE_BYTES = 1024
+_INODE_BYTES = 2048  # with a name of 250 characters
 _ONE_FILE_MAPPING = 32 << 20  # mappings of files and reserved addresses up to this size are not examined
+_MAPPING_BYTES, _WATCH_BYTES = 4096, 8192  # they take about 200; those that fit into a limit are quickly counted
+_OPEN_BYTES, _FDINFO_BYTES = 8 << 10, 8 << 20
+_MOST_BYTES = {"/proc/": 64 << 10, "/dev/pts/ptmx": 1 << 20, "anon_inode:inotify": 8 << 20}  # kept for an open file
 _MAPPINGS_BYTES = 1 << 20  # about 10,000 mappings; a program with PyTorch has 2,000
 _PDEATHSIG, _DUMPABLE, _CAPBSET_DROP, _CAPABILITY_VERSION = 1, 4, 24, 0x20080522
 _TASKS_PER_PROCESS = 8
+_SIGNALS = 4096  # pending ones and timers
+_SOCK_DIAG, _SOCKET_MEMORY, _TIME_WAIT, _FAILED, _DONE = 4, 7, 6, 2, 3  # of netlink
 _LISTINGS, _REAPED = 8, 1000  # at most, of a look at the processes, and of processes that have ended
 
 
@@ -102,6 +108,7 @@ class _Box:
         with socket.socket(socket.AF_UNIX) as probe:  # commands cannot change the sizes of their buffers
             sizes = [probe.getsockopt(socket.SOL_SOCKET, name) for name in (socket.SO_SNDBUF, socket.SO_RCVBUF)]
         self._socket_bytes = 2 * max(sizes)  # the last message may be as long as the buffer
+        self._slab, self._kernel = 0, 0  # kernel objects of the machine at the start of the command, of the command
         self._folders = {path: os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in _TMPFS}
         self._work = self._folders[WORK]
         self._wake, signaled = os.pipe()
@@ -178,17 +185,19 @@ class _Box:
         assert child.stdin is not None
         sink, unsent, is_open = child.stdin.fileno(), memoryview(stdin), set(streams)
         os.set_blocking(sink, False)
-        deadline, next_look = time.monotonic() + timeout_s, time.monotonic()
+        deadline, next_look, looks = time.monotonic() + timeout_s, time.monotonic(), 0
+        self._slab = _slab_bytes()
         with child.stdin:
             while True:
                 now = time.monotonic()
                 if now >= deadline:
                     return None, f"not finished within {timeout_s:g} s"
                 if now >= next_look:
-                    if self._exceeded():
+                    if self._exceeded(is_thorough=looks % _THOROUGH == 0):
                         time.sleep(_CONFIRMED_AFTER_S)  # a process that starts a program shares its memory with it
-                        if reason := self._exceeded():
+                        if reason := self._exceeded(is_thorough=True):
                             return None, reason
+                    looks += 1
                     next_look = time.monotonic() + _SAMPLE_S
                 writes = [] if child.stdin.closed else [sink]
                 wait_s = max(0.0, min(deadline, next_look) - time.monotonic())
@@ -222,6 +231,7 @@ class _Box:
             "RLIMIT_FSIZE": limits["file_bytes"],
             "RLIMIT_NOFILE": limits["open_files"],
             "RLIMIT_NPROC": self._max_tasks,
+            "RLIMIT_SIGPENDING": _SIGNALS,
         }
         for name, number in numbers.items():
             if number is not None:
@@ -237,32 +247,42 @@ class _Box:
             while True:
                 os.waitpid(-1, 0)
 
-    def _exceeded(self) -> str:
-        """Return the limit that the processes exceed together, "" if none."""
-        used, shared, seen = 0, dict[str, int](), {"1"}
+    def _exceeded(self, *, is_thorough: bool) -> str:
+        """Return the limit that the processes exceed together, "" if none. is_thorough: count kernel objects anew."""
+        used, kernel, is_hidden, shared, seen = 0, 0, False, dict[str, int](), {"1"}
+        limit = self._limits["memory_bytes"]
         for listing in range(_LISTINGS):  # memory may have gone to a child of a process that ended before it was read
             processes = [name for name in os.listdir("/proc") if name.isdigit() and name not in seen]
             if listing == 0 and len(processes) > self._limits["max_processes"]:
                 return f"{len(processes)} processes, the limit is {self._limits['max_processes']}"
             for name in processes:
                 with contextlib.suppress(OSError):  # it has ended
-                    used += _private_bytes(name, shared)
+                    path, sizes = _status(name)
+                    used += _private_bytes(path, sizes, shared)
+                    if is_thorough and sizes and kernel <= limit:
+                        try:
+                            size, hides = _kernel_bytes(path, limit)
+                        except PermissionError:  # it is not dumpable
+                            size, hides = self._limits["open_files"] * _OPEN_BYTES, True
+                        kernel, is_hidden = kernel + size, is_hidden or hides
             if not processes:
                 break
             seen.update(processes)
-        used += sum(shared.values())
+        if is_hidden:  # rare, so that others who take such memory meanwhile do not matter
+            kernel += max(0, _slab_bytes() - self._slab)
+        if is_thorough:
+            self._kernel = kernel
+        used += self._kernel + sum(shared.values())
         for number in self._folders.values():  # the sizes of files have a separate limit
             filesystem = os.statvfs(number)
             used += (filesystem.f_files - filesystem.f_ffree) * _INODE_BYTES
         if not self._has_network:
             used += _socket_bytes(self._socket_bytes)
-        limit = self._limits["memory_bytes"]
         return f"{used >> 20} MiB of memory, the limit is {limit >> 20} MiB" if used > limit else ""
 
 
-def _private_bytes(pid: str, shared: dict[str, int]) -> int:
-    """Return the memory of a process; `shared` gets shared anonymous mappings, which may be resident nowhere."""
-    sizes = dict[str, int]()
+def _status(pid: str) -> tuple[str, dict[str, int]]:
+    """Return the folder in /proc of a living thread of a process, and the sizes in its status, empty if none lives."""
     for task in os.listdir(f"/proc/{pid}/task"):  # a main thread that has ended has no memory, unlike the others
         rows = dict[str, str]()
         with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/status", encoding="latin-1") as file:
@@ -270,18 +290,22 @@ def _private_bytes(pid: str, shared: dict[str, int]) -> int:
             rows = dict(line.split(":", 1) for line in file)
         sizes = {name: int(value.split()[0]) << 10 for name, value in rows.items() if value.endswith("kB\n")}
         if sizes:
-            pid = f"{pid}/task/{task}"
-            break
+            return f"/proc/{pid}/task/{task}", sizes
+    return f"/proc/{pid}", {}
+
+
+def _private_bytes(path: str, sizes: dict[str, int], shared: dict[str, int]) -> int:
+    """Return the memory of a process; `shared` gets shared anonymous mappings, which may be resident nowhere."""
     used = sum(sizes.get(name, 0) for name in ("RssAnon", "VmSwap", "VmPTE", "HugetlbPages"))
     counted = sum(sizes.get(name, 0) for name in ("VmData", "VmStk", "VmExe", "VmLib"))
     if (others := sizes.get("VmSize", 0) - counted) > _ONE_FILE_MAPPING:
         try:
-            with open(f"/proc/{pid}/maps", encoding="latin-1") as file:
+            with open(f"{path}/maps", encoding="latin-1") as file:
                 lines = file.readlines(_MAPPINGS_BYTES)
                 if file.readline():
                     raise PermissionError
         except PermissionError:  # a process that hides its mappings, or makes so many that they take long to read
-            lines, shared[pid] = [], others
+            lines, shared[path] = [], others
         for line in lines:
             if line.endswith("/dev/zero (deleted)\n") and line.split(None, 2)[1][3] == "s":
                 addresses, _, offset, _, inode, _ = line.split(None, 5)
@@ -289,6 +313,37 @@ def _private_bytes(pid: str, shared: dict[str, int]) -> int:
                 key = f"{inode} {offset}"  # children share the mappings of their parent
                 shared[key] = max(shared.get(key, 0), end - start)
     return used
+
+
+def _kernel_bytes(path: str, limit: int) -> tuple[int, bool]:
+    """Return what the kernel may keep for mappings and descriptors of a process, and whether some are out of sight.
+
+    Watches of epoll and locks of files are lines in fdinfo. Descriptors in messages that were not received (`scm_fds`)
+    may have any number of them. Counting ends after the limit.
+    """
+    used, is_hidden = 0, False
+    with open(f"{path}/maps", "rb") as file:
+        while used <= limit and (part := file.read(1 << 20)):
+            used += part.count(b"\n") * _MAPPING_BYTES
+    for number in os.listdir(f"{path}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it was closed
+            link = os.readlink(f"{path}/fd/{number}")
+            with open(f"{path}/fdinfo/{number}", "rb", buffering=0) as file:
+                text = file.read()
+            used += (text.count(b"\ntfd:") + text.count(b"\nlock:")) * _WATCH_BYTES
+            used += max([size for kind, size in _MOST_BYTES.items() if link.startswith(kind)], default=_OPEN_BYTES)
+            if "/fdinfo/" in link:  # its text stays in memory
+                used += _FDINFO_BYTES
+            is_hidden = is_hidden or (b"\nscm_fds:" in text and b"\nscm_fds: 0\n" not in text)
+        if used > limit:
+            break
+    return used, is_hidden
+
+
+def _slab_bytes() -> int:
+    """Return the size of the machine's kernel objects."""
+    with open("/proc/meminfo") as file:
+        return next((int(line.split()[1]) << 10 for line in file if line.startswith("SUnreclaim")), 0)
 
 
 def _take(number: int, kept: bytearray, limit: int) -> int | None:
@@ -303,13 +358,41 @@ def _take(number: int, kept: bytearray, limit: int) -> int | None:
 
 
 def _socket_bytes(of_each: int) -> int:
-    """Return what sockets may keep, and what those of TCP, whose buffers grow, do keep."""
+    """Return what sockets may keep, and what those of TCP, whose buffers grow, do keep.
+
+    A byte in a queue may take a kilobyte, which /proc/net/tcp does not show.
+    """
     with open("/proc/net/sockstat") as file:
         used = int(file.readline().split()[2]) * of_each
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/net/{name}") as file:
-            next(file)
-            used += sum(int(number, 16) for line in file for number in line.split()[4].split(":"))
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        try:
+            used += _tcp_bytes(family)
+        except OSError:  # a kernel without CONFIG_INET_DIAG
+            with contextlib.suppress(FileNotFoundError), open(f"/proc/net/{name}") as file:
+                next(file)
+                used += sum(int(number, 16) for line in file for number in line.split()[4].split(":"))
+    return used
+
+
+def _tcp_bytes(family: int) -> int:
+    """Return the memory of the queues of TCP sockets, as the kernel reports it by netlink. Raises OSError."""
+    used, kind, states = 0, 0, 0xFFF & ~(1 << _TIME_WAIT)
+    body = struct.pack("=BBBxI48x", family, socket.IPPROTO_TCP, 1 << (_SOCKET_MEMORY - 1), states)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as diag:
+        diag.send(struct.pack("=IHHII", 16 + len(body), 20, 0x301, 0, 0) + body)
+        while kind != _DONE:
+            messages = diag.recv(1 << 16)
+            while messages:
+                length, kind = struct.unpack_from("=IH", messages)
+                if kind == _FAILED:
+                    raise OSError("this kernel does not list TCP sockets")
+                attributes, messages = messages[16 + 72 : length], messages[(length + 3) & ~3 :]
+                while attributes:
+                    size, name = struct.unpack_from("=HH", attributes)
+                    if name == _SOCKET_MEMORY:
+                        received, _, _, _, _, queued = struct.unpack_from("=6I", attributes, 4)
+                        used += received + queued
+                    attributes = attributes[(size + 3) & ~3 :]
     return used
 
 

@@ -32,7 +32,8 @@ _SETTINGS = (
 )  # fmt: skip
 _OF_NETWORK = ("hosts", "resolv.conf")
 _MASKED = [f"/proc/{name}" for name in ("kcore", "key-users", "keys", "kmsg", "sysrq-trigger", "timer_list")]
-_CAPABILITIES = ("CHOWN", "KILL", "SETGID", "SETPCAP", "SETUID", "SYS_PTRACE")  # of root's first process
+# Of root's first process; it also reads descriptors of commands.
+_CAPABILITIES = ("CHOWN", "DAC_READ_SEARCH", "KILL", "SETGID", "SETPCAP", "SETUID", "SYS_PTRACE")
 _UID = 1000  # in a user namespace
 
 
@@ -156,18 +157,23 @@ def _tmpfs(path: str, size: int, mode: str) -> list[str]:
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH, column of the tables
 _ABSENT = {  # number on x86_64 and aarch64: memory that no limit counts, keys, and kernel surface
-    "add_key": (248, 217), "bpf": (321, 280), "clone3": (435, 435), "io_setup": (206, 0), "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427), "io_uring_setup": (425, 425), "ioprio_set": (251, 30), "keyctl": (250, 219),
-    "landlock_create_ruleset": (444, 444), "memfd_create": (319, 279), "memfd_secret": (447, 447), "msgget": (68, 186),
-    "open_by_handle_at": (304, 265), "perf_event_open": (298, 241), "request_key": (249, 218), "seccomp": (317, 277),
-    "semget": (64, 190), "setns": (308, 268), "shmget": (29, 194), "syslog": (103, 116), "unshare": (272, 97),
-    "userfaultfd": (323, 282), "vmsplice": (278, 75),
+    "add_key": (248, 217), "bpf": (321, 280), "clone3": (435, 435), "fanotify_init": (300, 262), "io_setup": (206, 0),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_uring_setup": (425, 425),
+    "ioprio_set": (251, 30), "keyctl": (250, 219), "landlock_create_ruleset": (444, 444), "mbind": (237, 235),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "msgget": (68, 186), "open_by_handle_at": (304, 265),
+    "perf_event_open": (298, 241), "request_key": (249, 218), "seccomp": (317, 277), "semget": (64, 190),
+    "setns": (308, 268), "shmget": (29, 194), "syslog": (103, 116), "unshare": (272, 97), "userfaultfd": (323, 282),
+    "vmsplice": (278, 75),
 }  # fmt: skip
 _OF_PROCESS_1 = {  # calls that the first process must not be the object of
     "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
     "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
 }  # fmt: skip
-_PRCTL, _SET_SECCOMP = (157, 167), 22  # filters take memory that no limit counts
+_PRCTL, _SET_SECCOMP, _FUTEX_HASH = (157, 167), 22, 78  # both take memory that no limit counts
+_SPLICES = ((275, 76), (40, 71))  # splice, sendfile: a byte in a socket keeps the page of a file that was truncated
+_FCNTL, _OFD_LOCKS = (72, 25), (37, 38)  # a lock of an open file stays while that is in a message of a socket
+_CLOSE_RANGE, _UNSHARE = (436, 436), 2
+_THREAD, _FILES = 0x10000, 0x400  # flags of clone: threads share descriptors, so that open_files limits a process
 _SETPRIORITY, _CLONE, _IOCTL, _SOCKETS = (141, 140), (56, 220), (16, 29), ((41, 198), (53, 199))
 _SET_ATTRIBUTE = ((188, 5), (189, 6), (190, 7), (463, 463))  # setxattr: an access list of 64 KiB counts as no file
 _SET_OPTION, _BUFFER_SIZES = (54, 208), (socket.SO_SNDBUF, socket.SO_RCVBUF)
@@ -175,7 +181,7 @@ _NAMESPACES = 0x7E020000  # flags of clone
 _TERMINAL = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # 16: AF_NETLINK, which lists interfaces
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x50000, 0x80000000
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
 
 
 def seccomp_program() -> bytes:
@@ -183,18 +189,19 @@ def seccomp_program() -> bytes:
     if platform.machine() not in _ARCHITECTURES:
         raise ConfigError(f"sandboxes on this machine need x86_64 or aarch64, not {platform.machine()}; use Docker")
     audit, column = _ARCHITECTURES[platform.machine()]
-    denied = _ERRNO | errno.EPERM
+    denied, invalid = _ERRNO | errno.EPERM, _ERRNO | errno.EINVAL
     rows = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     rows += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]  # x32
 
-    def rule(numbers: tuple[int, int], *tests: tuple[int, int, int, int], where: tuple[int, int] | None = None) -> None:
-        """Add the tests (argument, comparison, value, result if true), the rest is allowed.
+    def rule(numbers: tuple[int, int], *tests: tuple[int, ...], where: tuple[int, int] | None = None) -> None:
+        """Add the tests (argument, comparison, value, result if true, bits that are compared), the rest is allowed.
 
         where: an argument, and the only value of it with which a call is tested.
         """
         body: list[tuple[int, int, int, int]] = []
-        for argument, comparison, value, result in tests:
-            body += [(_LOAD, 0, 0, 16 + 8 * argument), (comparison, 0, 1, value), (_RETURN, 0, 0, result)]
+        for argument, comparison, value, result, *bits in tests:
+            body += [(_LOAD, 0, 0, 16 + 8 * argument), *((_AND, 0, 0, each) for each in bits)]
+            body += [(comparison, 0, 1, value), (_RETURN, 0, 0, result)]
         if where is not None:
             body = [(_LOAD, 0, 0, 16 + 8 * where[0]), (_EQUAL, 0, len(body), where[1]), *body]
         rows.append((_EQUAL, 0, len(body) + 1, numbers[column]))
@@ -208,9 +215,13 @@ def seccomp_program() -> bytes:
     rule(_SET_OPTION, *ignored, where=(1, socket.SOL_SOCKET))
     for numbers in _OF_PROCESS_1.values():
         rule(numbers, (0, _EQUAL, 1, denied))
-    rule(_PRCTL, (0, _EQUAL, _SET_SECCOMP, _ERRNO | errno.EINVAL))
+    rule(_PRCTL, *((0, _EQUAL, name, invalid) for name in (_SET_SECCOMP, _FUTEX_HASH)))
+    for numbers in _SPLICES:
+        rule(numbers, (0, _AT_LEAST, 0, invalid))  # programs then copy
+    rule(_FCNTL, *((1, _EQUAL, name, invalid) for name in _OFD_LOCKS))
+    rule(_CLOSE_RANGE, (2, _ANY_BIT, _UNSHARE, invalid))
     rule(_SETPRIORITY, (0, _AT_LEAST, 1, denied), (1, _EQUAL, 1, denied))
-    rule(_CLONE, (0, _ANY_BIT, _NAMESPACES, denied))
+    rule(_CLONE, (0, _ANY_BIT, _NAMESPACES, denied), (0, _EQUAL, _THREAD, denied, _THREAD | _FILES))
     rule(_IOCTL, *((1, _EQUAL, value, denied) for value in _TERMINAL))
     for numbers in _SOCKETS:
         refused = (0, _AT_LEAST, 0, _ERRNO | errno.EAFNOSUPPORT)

@@ -20,6 +20,7 @@ from furlong.sandboxes import (
     Executed,
     SandboxLimits,
     SandboxPool,
+    box_init,
     bubblewrap,
     sandbox,
     subprocess_backend,
@@ -97,6 +98,47 @@ def test_limits_end_a_command(command, code, reason):
     done = run(command, memory_bytes=256 * MIB, max_processes=16, file_bytes=4 * MIB, cpu_s=1)
     assert done.code == code if code is not None or reason else done.code != 0
     assert reason in done.reason
+
+
+MANY_OBJECTS = """
+import asyncio, multiprocessing, sqlite3, time
+async def echo(reader, writer):
+    while data := await reader.read(9): writer.write(data)
+async def connections():
+    server = await asyncio.start_server(echo, "127.0.0.1", 0, backlog=200)
+    pairs = [await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(200)]
+    with multiprocessing.get_context("fork").Pool(8) as pool:  # inherits the descriptors
+        pool.map(time.sleep, [0.1] * 80)
+    for _, writer in pairs: writer.write(b"x")
+    return len([await reader.readexactly(1) for reader, _ in pairs])
+if __name__ == "__main__":
+    kept = [sqlite3.connect("data") for _ in range(100)]
+    kept[0].execute("pragma journal_mode=wal"); kept[0].execute("create table numbers (number)")
+    for each in kept:
+        with each: each.execute("insert into numbers values (1)")
+    print(kept[0].execute("select count(*) from numbers").fetchone()[0], asyncio.run(connections()))
+    with multiprocessing.get_context("forkserver").Pool(8) as pool: print(sum(pool.map(abs, range(-999, 1))))
+"""
+
+
+def test_programs_with_many_locks_connections_and_inherited_descriptors_run():
+    async def use(opened: CodeSandbox) -> Executed:
+        await opened.write("many.py", MANY_OBJECTS)
+        return await opened.exec("python many.py")
+
+    done = in_sandbox(use, limits=SandboxLimits(memory_bytes=512 * MIB))
+    assert (done.stdout, done.reason) == ("100 200\n499500\n", ""), done.stderr
+
+
+@pytest.mark.parametrize("protocol", [4, 99])  # NETLINK_SOCK_DIAG; one that no kernel has
+def test_queues_of_tcp_connections_count_also_where_the_kernel_does_not_report_their_memory(monkeypatch, protocol):
+    monkeypatch.setattr(box_init, "_SOCK_DIAG", protocol)
+    before = box_init._socket_bytes(0)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        client.setblocking(False)
+        sent = client.send(bytes(4 * MIB))
+        assert sent > MIB / 2
+        assert box_init._socket_bytes(0) - before > 0.9 * sent
 
 
 def test_a_command_that_hangs_stops_or_forks_ends_within_its_time():

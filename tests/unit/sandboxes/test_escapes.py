@@ -72,3 +72,10 @@ def test_attempts_succeed_where_nothing_is_isolated():
     for name in ("file in", "file on", "servers of", "sockets of", "environment of", "keyrings", "32-bit"):
         result = attempts("ordinary user", "--only", name, **{ISOLATION: "none"})
         assert len(result["succeeded"]) == result["attempts"] > 0, name
+
+
+@pytest.mark.nightly
+def test_attempts_to_use_memory_of_the_kernel_succeed_where_nothing_is_isolated():
+    result = attempts("ordinary user", "--only", "kernel memory", **{ISOLATION: "none"})
+    assert len(result["succeeded"]) == result["attempts"] == 12
+    assert all("ESCAPED" in text for text in result["succeeded"].values()), result
