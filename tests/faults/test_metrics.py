@@ -306,6 +306,10 @@ MACHINES = (
 
 STALE = {"rollout/staleness/max": 1.0, "rollout/staleness/mean": 1.0}
 HEALTHY = (
+    steps("a critic of a real model that begins far off", "",
+          _critic(-21.58, -5.83, -8.32, -15.6, -8.84, -7.11, -2.78, -3.95, -3.39, -2.19, -1.04, -0.43, -1.55, -0.33,
+                  -1.02, -1.18, 0.09, -0.01, -0.25, -0.04, -0.18, -0.02, 0.08, 0.07, 0.03, 0.05, 0.13, 0.15, 0.08, 0.09,
+                  0.24, 0.31, 0.19, 0.2, 0.31, 0.39), PPO | {"num_critic_only_steps": 40}),
     steps("Qwen2.5-Coder-0.5B that learns word problems", "", _recorded("lr 2e-6"), WORD_PROBLEMS),
     steps("a critic of the quickstart's task", "",  # measured: chance decides most of the outcome
           _critic(-0.446, -0.131, -0.021, 0.083, 0.171, 0.087, 0.07, 0.104, 0.051, 0.026, 0.074, 0.011, 0.062, -0.036,

@@ -2,7 +2,8 @@
 
 A folder may have such a head under the names of transformers (`score`, of AutoModelForTokenClassification and
 AutoModelForSequenceClassification), of TRL (`v_head.summary`) and of OpenRLHF (`value_head`, or config.json's
-`value_head_prefix`). Without one, the head is new: weights from N(0, 0.02), bias 0, as slime's.
+`value_head_prefix`). Without one, the head is new: bias 0, and weights with a standard deviation of 1 / (width + 1) as in InstructGPT.
+slime's is 0.02, with which a real model starts with values of several units for rewards of 0 and 1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ logger = logging.getLogger(__name__)
 HEAD = "lm_head"  # the place of the head in the model
 SCORE = "score"  # its name in transformers
 PREFIXES = (SCORE, "value_head", "v_head.summary")
-INIT_STD = 0.02
 
 
 class ValueHead(nn.Linear):
@@ -47,7 +47,7 @@ def values(hidden_RD: Tensor, head_1D: Tensor, bias_1: Tensor | None) -> Tensor:
 def new_head(width: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return weight [1, D] and bias [1] of a new head, float32; they depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(1, width, generator=generator) * INIT_STD, torch.zeros(1)
+    return torch.randn(1, width, generator=generator) / (width + 1), torch.zeros(1)
 
 
 def head_names(folder: Path, names: frozenset[str]) -> tuple[str, str | None] | None:

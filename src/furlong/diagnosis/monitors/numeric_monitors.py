@@ -45,7 +45,7 @@ ROUTING = 0.9
 # Explained variance of a critic. On the quickstart's task, where chance decides most of the outcome, the mean over 32
 # rollouts of a run that learns from 35 % to 82 % was at least 0.009; before training it was -0.45, after three rollouts
 # above -0.03.
-CRITIC, CRITIC_ROWS = "train/critic-explained_variance", 32
+CRITIC, CRITIC_ROWS, CRITIC_NEWEST = "train/critic-explained_variance", 32, 8
 SHORT_WARM_UP = -0.1
 # The critic's loss as a multiple of its median: in the same run at most 2.
 VALUE_LOSS, VALUE_JUMP = "train/critic-value_loss", 10.0
@@ -348,6 +348,8 @@ def critic(now: StepContext) -> Alert | None:
         )
     rows = now.recent(CRITIC, CRITIC_ROWS)
     if len(rows) < CRITIC_ROWS or (mean := statistics.fmean(rows)) > 0:
+        return None
+    if statistics.fmean(rows[-CRITIC_NEWEST:]) > 0:  # it began far below 0, and learns
         return None
     return now.alert(
         "NUM07",
