@@ -58,9 +58,13 @@ class ServingParts:
         return [] if self.supervisor is None else [self.supervisor.start]
 
     async def close(self) -> None:
-        """Close weight sync, engine and supervisor, in this order; all of them, even if one raises."""
+        """Stop watching, close weight sync and engine, stop the engines; all of them, even if one raises.
+
+        A health check or a restart would use what is closed.
+        """
         engine, supervisor = self.engine, self.supervisor
         await close_all(
+            None if supervisor is None else supervisor.stop_watching,
             self.sync.close,
             None if engine is None else engine.close,
             None if supervisor is None else supervisor.close,

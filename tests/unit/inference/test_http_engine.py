@@ -12,7 +12,15 @@ import time
 import pytest
 
 from fakes_engine import run, tiny_model
-from furlong.errors import ENGINE_HANGS, ENGINE_UNANSWERED, ConfigError, EngineError, EngineTimeoutError, Loss
+from furlong.errors import (
+    ENGINE_HANGS,
+    ENGINE_UNANSWERED,
+    ConfigError,
+    EngineError,
+    EngineTimeoutError,
+    Loss,
+    UnreachableError,
+)
 from furlong.inference.sglang.engine import HttpEngine
 from furlong.inference.sglang.pool import ServerPool
 from furlong.inference.sglang.request_queue import MAX_SENDING
@@ -312,6 +320,37 @@ def test_an_engine_closes_after_a_waiting_coroutine_was_closed():
             return time.monotonic() - started
 
         assert asyncio.run(body()) < 0.4
+
+
+def test_an_engine_closes_while_a_request_waits_for_another_server():
+    async def body():
+        engine = HttpEngine([SglangServer("http://127.0.0.1:9", SGLANG)], is_supervised=True)
+        request = asyncio.ensure_future(engine.generate([5], PARAMS))
+        while not engine.servers[0].lost:
+            await asyncio.sleep(0.001)
+        await asyncio.wait_for(engine.close(), 5)
+        await request
+
+    with pytest.raises(EngineError, match="is closed"):
+        asyncio.run(body())
+
+
+def test_a_client_opens_no_connection_from_its_close_on():
+    with scripted(lambda body: (200, reply([4]))) as (servers, engine):
+        [client] = engine.servers
+
+        async def body():
+            await client.ask("/health")
+            closing = asyncio.create_task(client.close())
+            await asyncio.sleep(0)  # it waits for its connections to close
+            assert not closing.done()
+            for _ in range(2):
+                with pytest.raises(UnreachableError, match=r"GET .*/health: the client of this server is closed"):
+                    await client.ask("/health")
+                await closing
+
+        asyncio.run(body())
+    assert len(servers[0].asked) == 1
 
 
 def test_addresses_become_urls_and_invalid_ones_are_rejected():

@@ -396,6 +396,7 @@ class HttpEngine(Engine):
     async def close(self) -> None:
         """Fail running requests with EngineError and close the connections. The servers keep running."""
         self.pool.is_closed = True
+        self.pool.notify_change()
         self._gate.set()
         for request in self._cancel_all():
             await request.done.wait()

@@ -13,7 +13,7 @@ from furlong.core.token_stream import TextTokenizer
 from furlong.core.transports import transport_spec
 from furlong.errors import ConfigError, EngineError
 from furlong.inference.sglang.answers import reading
-from furlong.inference.sglang.server import PROBE_S, ServerInfo, SglangServer, probe, url_of
+from furlong.inference.sglang.server import PROBE_S, ServerInfo, SglangServer, connected, probe, url_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,14 +84,13 @@ async def _check_tokenizers(servers: Sequence[SglangServer], tokenizer: TextToke
     """Raise ConfigError for a server with another tokenizer; one that does not tokenize is not checked."""
     for server in servers:
         try:
-            answer = await server.ask("/tokenize", {"prompt": SHOWN_TEXT}, timeout_s=PROBE_S)
+            async with connected([server.address], api_key=server.api_key) as [client]:
+                answer = await client.ask("/tokenize", {"prompt": SHOWN_TEXT}, timeout_s=PROBE_S)
             with reading(f"POST {server.url}/tokenize", answer):
                 text = tokenizer.decode(answer["tokens"], skip_special_tokens=True)
         except EngineError as error:
             logger.debug("%s does not tokenize: %s", server.url, error)
             continue
-        finally:
-            await server.close()
         if SHOWN_TEXT not in text:
             raise ConfigError(
                 f"the engine at {server.url} has another tokenizer than --hf-checkpoint: the tokens that it gives "

@@ -212,6 +212,7 @@ class SglangServer:
             url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         self._base = url
         self._http: Any = None  # an aiohttp.ClientSession
+        self._is_closed = False
 
     @staticmethod
     def at(address: EngineAddress, *, api_key: str | None = None, report_s: float = WEIGHT_REPORT_S) -> SglangServer:
@@ -273,6 +274,8 @@ class SglangServer:
     ) -> tuple[int, bytes]:
         import aiohttp  # 0.12 s, which a run with the embedded engine does not need
 
+        if self._is_closed:  # nobody would close another session
+            raise UnreachableError(f"{method} {self.url}{path}: the client of this server is closed", url=self.url)
         options: dict[str, Any] = {}
         if body is not None:
             sent = orjson.dumps(body)
@@ -282,7 +285,7 @@ class SglangServer:
                 on_sent()
 
             options |= {"data": content(), "headers": {"Content-Length": str(len(sent)), **(headers or {})}}
-        if self._http is None or self._http.closed:
+        if self._http is None:
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
@@ -337,10 +340,10 @@ class SglangServer:
         return status, reason_in(content)
 
     async def close(self) -> None:
-        """Close the connections; the server keeps running."""
+        """Close the connections; the server keeps running. Requests raise UnreachableError from now on."""
+        self._is_closed = True
         if self._http is not None:
             await self._http.close()
-            self._http = None
 
     # -- health ------------------------------------------------------------------------------------------------
 

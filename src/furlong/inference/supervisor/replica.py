@@ -161,11 +161,13 @@ class EngineReplica:
             return Loss(f"it hangs: {why}", ENGINE_HANGS, self.name, await self.process.log_end())
         return None
 
-    async def stop(self) -> None:
-        """Kill its processes, which may have ended already."""
+    async def stop(self, grace_s: float = KILL_GRACE_S) -> None:
+        """Stop its processes, which may have ended already, and close the connections to it."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
-                await self.process.stop(KILL_GRACE_S)
+                await self.process.stop(grace_s)
+        if self.server is not None:
+            await self.server.close()
 
 
 async def _prepare(process: ServerProcess, server: SglangServer, min_context_len: int | None) -> None:

@@ -38,7 +38,7 @@ from furlong.inference.sglang.engine import HttpEngine
 from furlong.inference.sglang.pool import TOKEN_TIMEOUT_S, ServerPool
 from furlong.inference.sglang.server import GENERATE, PROBE_S, SglangServer
 from furlong.inference.supervisor.launch import Launch
-from furlong.inference.supervisor.process import HostGpus, LocalHost, unless_lost
+from furlong.inference.supervisor.process import STOP_S, HostGpus, LocalHost, unless_lost
 from furlong.inference.supervisor.replica import EngineReplica, SglangRouter
 from furlong.interfaces import DeviceSharing
 
@@ -158,18 +158,22 @@ class ReplicaSet:
             restart = partial(self._restart_router, self.router)
             self._watchers.append(asyncio.create_task(self._watch(self.router, restart, ROUTER_FIX)))
 
-    async def close(self) -> None:
-        """Stop watching, stop all engines and close the connections; returns when the processes are gone."""
+    async def stop_watching(self) -> None:
+        """Stop health checks and restarts; the engines keep running."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Stop watching, stop all engines and close the connections; returns when the processes are gone."""
+        await self.stop_watching()
         await self._stop_all()
         await self.engine.close()
 
     async def _stop_all(self) -> None:
         if self.router is not None:
             await self.router.close()
-        await asyncio.gather(*(replica.process.stop() for replica in self._replicas if replica.process is not None))
+        await asyncio.gather(*(replica.stop(STOP_S) for replica in self._replicas))
 
     # -- health ------------------------------------------------------------------------------------------------
 
@@ -492,14 +496,19 @@ class EngineSupervisor:
         self._tasks = [asyncio.create_task(monitor()) for monitor in self._monitors]
         await asyncio.gather(*(replicas.start() for replicas in self._replica_sets))
 
+    async def stop_watching(self) -> None:
+        """Stop health checks, restarts and monitors; the engines keep running."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(replicas.stop_watching() for replicas in self._replica_sets))
+
     async def close(self) -> None:
         """Stop monitors, engines and routers, started or not; all of them, even if one raises."""
         async with contextlib.AsyncExitStack() as stack:  # in reverse order
             for replicas in self._replica_sets:
                 stack.push_async_callback(replicas.close)
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self.stop_watching()
 
 
 def _build_routers(config: Config, log_dir: Path, api_key: str | None) -> dict[str, SglangRouter]:
