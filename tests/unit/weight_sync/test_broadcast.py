@@ -99,7 +99,9 @@ def test_server_without_a_usable_address_is_an_error_with_a_fix(monkeypatch):
     asyncio.run(body())
 
 
-def test_a_server_that_joins_and_then_stops_is_named_after_its_limit_and_the_group_is_left_behind():
+@contextlib.contextmanager
+def joining(hangs: str):
+    """A server that joins the group and receives nothing, its client, and the end of its requests to path `hangs`."""
     members: list[ProcessGroupGloo] = []
     stuck = threading.Event()
 
@@ -112,26 +114,49 @@ def test_a_server_that_joins_and_then_stops_is_named_after_its_limit_and_the_gro
     async def answer(path, body):
         if path == "/init_weights_update_group":
             await asyncio.to_thread(join, body)
-        if path == "/update_weights_from_distributed":  # it receives nothing
+        if path == hangs:
             await asyncio.to_thread(stuck.wait)
         return 200, {"success": True}
 
     server = ScriptedServer(answer)
-    client = SglangServer(server.url, ServerInfo.read({"version": "0.5.16"}))
-
-    async def servers():
-        return [client]
-
-    async def body():
-        transport = BroadcastTransport(transport_context(4096, timeout=2))  # in which it joins, too
-        with pytest.raises(SyncError, match=rf"receive bucket 0 .*{server.url}: did not answer within 2 s"):
-            await LocalSync(Untrained(STATE), servers, transport).update_weights(1)
-
     try:
-        started = time.monotonic()
-        run(client, body)
-        assert time.monotonic() - started < 30  # gloo's own limit is the server's, and not minutes
+        yield server, SglangServer(server.url, ServerInfo.read({"version": "0.5.16"}))
     finally:
         stuck.set()
         members.clear()
         server.stop()
+
+
+def test_a_server_that_joins_and_then_stops_is_named_after_its_limit_and_the_group_is_left_behind():
+    with joining("/update_weights_from_distributed") as (server, client):
+
+        async def servers():
+            return [client]
+
+        async def body():
+            transport = BroadcastTransport(transport_context(4096, timeout=2))  # in which it joins, too
+            with pytest.raises(SyncError, match=rf"receive bucket 0 .*{server.url}: did not answer within 2 s"):
+                await LocalSync(Untrained(STATE), servers, transport).update_weights(1)
+
+        started = time.monotonic()
+        run(client, body)
+        assert time.monotonic() - started < 30  # gloo's own limit is the server's, and not minutes
+
+
+@pytest.mark.parametrize("hangs", ["/init_weights_update_group", "/update_weights_from_distributed"])
+def test_an_update_that_is_cancelled_leaves_no_requests_behind(hangs):
+    with joining(hangs) as (server, client):
+
+        async def servers():
+            return [client]
+
+        async def body():
+            transport = BroadcastTransport(transport_context(4096, timeout=2))
+            update = asyncio.create_task(LocalSync(Untrained(STATE), servers, transport).update_weights(1))
+            while hangs not in [path for path, _ in server.asked]:
+                await asyncio.sleep(0.001)
+            update.cancel()
+            await asyncio.wait([update])
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+        run(client, body)

@@ -81,8 +81,8 @@ class BroadcastTransport(Transport):
         action = f"receive bucket {bucket.index} of the {self.name}"
         received = asyncio.ensure_future(self.call_servers(version, action, calls, bucket=bucket.index))
         broadcast = in_thread(partial(self._broadcast, tensors, self._group))
-        done, _ = await asyncio.wait({received, broadcast}, return_when=asyncio.FIRST_EXCEPTION)
         try:
+            done, _ = await asyncio.wait({received, broadcast}, return_when=asyncio.FIRST_EXCEPTION)
             failed = [task for task in (received, broadcast) if task in done and task.exception() is not None]
             if failed:
                 await self._drop_group()
@@ -133,20 +133,24 @@ class BroadcastTransport(Transport):
         limit = timedelta(seconds=self.flags.update_weight_timeout + (MARGIN_S if self._backend == "nccl" else 0.0))
         created = in_thread(lambda: _create_group(listener, world, name, self._backend, limit))
         joined = asyncio.ensure_future(self.call_servers(version, "join the process group", joins))
-        await asyncio.wait({created, joined}, return_when=asyncio.FIRST_EXCEPTION)
-        if not joined.done():  # an engine's own message says more than the missing connection
-            await asyncio.wait({joined}, timeout=WAIT_FOR_MESSAGE_S)
-        if joined.done() and not joined.cancelled() and (failure := joined.exception()) is not None:
-            created.add_done_callback(_drop_late)
-            raise await self._excusing_waiters(failure, servers, name)
         try:
-            self._group = await created
-        except (RuntimeError, OSError) as error:
-            raise SyncError(
-                f"weight_sync version {version}: creating the process group of {world} ranks at {where} "
-                f"failed: {error}; the engines must be able to connect to this address"
-            ) from error
-        await joined
+            await asyncio.wait({created, joined}, return_when=asyncio.FIRST_EXCEPTION)
+            if not joined.done():  # an engine's own message says more than the missing connection
+                await asyncio.wait({joined}, timeout=WAIT_FOR_MESSAGE_S)
+            if joined.done() and not joined.cancelled() and (failure := joined.exception()) is not None:
+                created.add_done_callback(_drop_late)
+                raise await self._excusing_waiters(failure, servers, name)
+            try:
+                self._group = await created
+            except (RuntimeError, OSError) as error:
+                raise SyncError(
+                    f"weight_sync version {version}: creating the process group of {world} ranks at {where} "
+                    f"failed: {error}; the engines must be able to connect to this address"
+                ) from error
+            await joined
+        finally:
+            joined.cancel()
+            await asyncio.gather(joined, return_exceptions=True)
         self._group_name, self._members = name, tuple(server.address for server in servers)
         logger.info(
             "weight_sync group: %d ranks by %s at %s; the engines must reach this address", world, self._backend,
