@@ -92,7 +92,7 @@ BUDGET = {
     "rollout": 5016,
     "run": 1538,
     "sandboxes": 1559,
-    "sessions": 3272,
+    "sessions": 3274,
     "sglang_layout": 770,
     "slime_api": 1048,
     "tools": 3725,

@@ -20,6 +20,7 @@ from furlong.sessions.session import EndedError, Reply, ReplyPiece, ReplyStream,
 
 MAX_ANSWERED = 64  # replies of a session that are kept for retries
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # of the run, unless clients may set them
+OF_TEXT = ("skip_special_tokens", "no_stop_trim")  # of an answer to token ids
 ONLY_OF_CLIENTS = ("ignore_eos", "return_routed_experts")  # refused unless clients set the sampling parameters
 
 Abort = Callable[[], Awaitable[None]]
@@ -306,6 +307,7 @@ def params_of(call: ClientCall, session: Session, *, client_sampling: bool) -> S
         "min_new_tokens": min(max(run.min_new_tokens, sent.get("min_new_tokens", 0)), limit),
         "stop": (*run.stop, *sent.get("stop", ())),
         "stop_token_ids": (*run.stop_token_ids, *sent.get("stop_token_ids", ())),
+        **{name: sent[name] for name in OF_TEXT if name in sent},
     }
     for name in (*SAMPLING, *ONLY_OF_CLIENTS):
         if name in sent and sent[name] != getattr(run, name):

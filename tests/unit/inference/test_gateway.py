@@ -90,6 +90,12 @@ def test_texts_samples_and_the_default_limit():
     assert {params.max_new_tokens for _, params in calls} == {128}
 
 
+def test_a_request_decides_whether_its_text_has_special_tokens_and_stops():
+    kept = {"skip_special_tokens": False, "no_stop_trim": True}  # what a generate function of slime sends
+    _, calls, _ = post({"input_ids": [1]}, {"input_ids": [1], "sampling_params": kept})
+    assert [(params.skip_special_tokens, params.no_stop_trim) for _, params in calls] == [(True, False), (False, True)]
+
+
 def test_an_invalid_request_is_refused_with_the_reason():
     refused = {
         "either input_ids or text": {"text": "a", "input_ids": [1]},

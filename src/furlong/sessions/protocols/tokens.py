@@ -24,7 +24,7 @@ from furlong.inference.server.schemas import (
     read_fields,
     stops_of,
 )
-from furlong.sessions.open_session import ClientCall
+from furlong.sessions.open_session import OF_TEXT, ClientCall
 from furlong.sessions.session import Reply
 
 
@@ -55,7 +55,7 @@ def read_sglang(body: Mapping[str, Any]) -> ClientCall:
     return ClientCall(
         ids=prompts[0],
         sampling={
-            **{name: getattr(sampling, name) for name in ("temperature", "top_p", "min_p", "sampling_seed")},
+            **{name: getattr(sampling, name) for name in ("temperature", "top_p", "min_p", "sampling_seed", *OF_TEXT)},
             **{name: getattr(sampling, name) or None for name in ("top_k", "min_new_tokens", "ignore_eos")},
             "stop": stops_of(sampling.stop) or None,
             "stop_token_ids": sampling.stop_token_ids or None,
