@@ -16,6 +16,8 @@ from furlong.core.metric import Metrics
 from furlong.errors import TrainerError
 from furlong.interfaces import TokenStats
 
+ROUNDING = 1e-6  # of float32 sums, relative
+
 
 class ValueLoss:
     """Clipped squared error of the values (arXiv:1707.06347, as in slime: without the factor 1/2).
@@ -53,11 +55,15 @@ def explained_variance(values_R: Tensor, returns_R: Tensor, mask_R: Tensor, *, r
     """Return 1 - Var(returns - values) / Var(returns) over the trained tokens; nan if the returns do not vary.
 
     1 is a perfect critic, 0 is as good as a constant. `reduce` sums over the ranks with the rest of the rollout.
+    Returns are sums of float32 values and advantages, so equal ones differ by rounding.
     """
     kept_R = mask_R > 0
     returns, errors = returns_R[kept_R].double(), (returns_R - values_R)[kept_R].double()
-    count = returns.new_tensor(float(len(returns)))
-    total = reduce(torch.stack([count, returns.sum(), errors.sum()]))
-    means = total[1:] / total[0].clamp(min=1)
+    count, scale = (
+        returns.new_tensor(float(len(returns))),
+        (returns.square() + values_R[kept_R].double().square()).sum(),
+    )
+    total = reduce(torch.stack([count, returns.sum(), errors.sum(), scale]))
+    means = total[1:3] / total[0].clamp(min=1)
     squares = reduce(torch.stack([(returns - means[0]).square().sum(), (errors - means[1]).square().sum()]))
-    return float(1 - squares[1] / squares[0]) if squares[0] > 0 else float("nan")
+    return float(1 - squares[1] / squares[0]) if squares[0] > ROUNDING**2 * total[3] else float("nan")

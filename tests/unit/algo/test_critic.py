@@ -266,4 +266,5 @@ def test_the_explained_variance_is_of_trained_tokens_and_adds_up_over_ranks():
     assert explained_variance(returns + 5, returns, mask) == pytest.approx(1.0)
     assert explained_variance(torch.zeros(4), returns, mask) == pytest.approx(0.0)
     assert math.isnan(explained_variance(returns, torch.ones(4), mask))
+    assert math.isnan(explained_variance(returns, torch.tensor([1.0, 1.0000001, 1.0, 9.0]), mask))  # rounding
     assert explained_variance(torch.zeros(4), returns, mask, reduce=lambda part: 2 * part) == pytest.approx(0.0)
