@@ -76,6 +76,9 @@ def load_network(
     Tensors are read into new memory. Raises as `load_model`.
     """
     transformers.utils.logging.disable_progress_bar()
+    reporter = logging.getLogger("transformers.modeling_utils")  # of keys, which are judged below
+    level = reporter.level
+    reporter.setLevel(logging.ERROR)
     with open_tensors(path) as tensors:
         state = {name: _UnreadTensor(tensors, name) for name in sorted(tensors.names)}
         try:
@@ -101,6 +104,8 @@ def load_network(
             raise unread or CheckpointError(
                 f"cannot load the weights of {path}: {type(error).__name__}: {error}"
             ) from error
+        finally:
+            reporter.setLevel(level)
     head = model.get_output_embeddings() if without_head else None
     optional = {name for name, parameter in model.named_parameters() if head is not None and parameter is head.weight}
     bad = {kind: sorted({*map(str, info.get(kind) or ())} - optional) for kind in ("missing_keys", "mismatched_keys")}

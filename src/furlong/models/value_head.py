@@ -66,7 +66,7 @@ def read_head(folder: Path, stored: TensorSource, width: int, *, seed: int) -> t
     Raises ConfigError for a head with more outputs than one.
     """
     if (names := head_names(folder, stored.names)) is None:
-        logger.info("%s has no value head: the critic starts with a new one", folder)
+        logger.info("%s has no value head: the critic starts with a new one, or with that of a checkpoint", folder)
         return new_head(width, seed)
     weight = stored.read(names[0]).float()
     if weight.shape != (1, width):
