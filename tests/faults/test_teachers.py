@@ -138,6 +138,9 @@ def test_a_prompt_for_the_teacher_that_no_row_has(distill, world):
     assert names(found.finding, "--opd-teacher-prompt-key hnit")
     assert names(found.remedy, "hint")
     assert look(rollout_batch_size=1, opd_teacher_prompt_key="hint") == []
+    world.write({"input": "1+1=", "label": "2", "metadata": {"hint": 2}})
+    found = only(look(rollout_batch_size=1, opd_teacher_prompt_key="hint"), "DATA01")
+    assert names(found.finding, "row 0: metadata.hint", "2 of type int")
 
 
 def test_a_row_of_a_teacher_that_does_not_exist(distill, world):

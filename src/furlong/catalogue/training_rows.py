@@ -297,9 +297,9 @@ ROWS = (
         "R",
         "warning",
         symptom="The first updates of the policy are noise.",
-        cause="The critic's head is new and has seen too few rollouts.",
+        cause="The critic has seen too few rollouts: its head is new, or that of --critic-load learned other rewards.",
         checked="The explained variance in the first rollout that trains the policy.",
-        remedy="Raise --num-critic-only-steps or --critic-lr, or start from a trained critic with --critic-load.",
+        remedy="Raise --num-critic-only-steps or --critic-lr, or start from a critic of this task with --critic-load.",
     ),
     Row(
         "OPD01",

@@ -118,6 +118,12 @@ def _check_prompts(context: PreflightContext) -> None:
             f"--opd-teacher-prompt-key {key}: no row has metadata.{key}, and the teacher would see the policy's "
             f"prompts; the keys of metadata are {have}: use one of them, or add {key} to the rows"
         )
+    for prompt in rows.prompts:
+        if not isinstance(given := prompt.metadata.get(key), str | list | None):
+            raise DataError(
+                f"row {prompt.row}: metadata.{key} (--opd-teacher-prompt-key) is {given!r} of type "
+                f"{type(given).__name__}; make it text or a list of messages"
+            )
 
 
 def _room(context: PreflightContext, name: str, length: int | None) -> Iterator[Diagnosis]:
