@@ -52,11 +52,12 @@ def critic_settings(config: Config) -> CriticSettings:
     other = config.checkpoint
     if save not in (None, algo.critic_save) and other.save is None:
         raise ConfigError(f"{FLAG} gives the critic save {save}, which is written with checkpoints only; add --save")
-    for flag, path in (("--save", other.save), ("--save-hf", other.save_hf)):
-        if save is not None and path is not None and Path(save) == Path(path):
+    folders = {"--save": other.save, "--save-hf": other.save_hf, "--hf-checkpoint": config.rollout.hf_checkpoint}
+    for flag, path in folders.items():
+        if save is not None and path is not None and Path(save).resolve() == Path(path).resolve():
             raise ConfigError(
-                f"the critic is saved to {save}, where {flag} writes the policy: one would overwrite the other; use "
-                f"another folder, such as --critic-save {save}_critic"
+                f"the critic is saved to {save}, the folder of {flag}: one would overwrite the other; use another "
+                f"folder, such as --critic-save {save}_critic"
             )
     return CriticSettings(load, save, optim)
 

@@ -196,7 +196,7 @@ def _engine(config: Config, put: Put, explicit: frozenset[str]) -> None:
     if is_placed or trainer_gpus > 1:
         put("ray_address", os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS")
     is_served = engine in SERVERS or is_placed
-    if is_served or config.opd.use_opd:
+    if is_served or (config.opd.use_opd and config.opd.opd_teacher_load is None):
         put("sglang_api_key", os.environ.get(API_KEY_VARIABLE), API_KEY_VARIABLE)
     transport = default_transport(colocate=colocate, has_servers=is_served)
     put("update_weight_transport", transport, "--colocate" if colocate else "--engine")

@@ -151,7 +151,7 @@ def teacher_problems(config: Config) -> Iterator[str]:
                 f"--opd-teacher-tokenizer with {flag}: conversations of agents have the policy's chat template, which "
                 "is not text; use a teacher with the policy's tokenizer"
             )
-    for text in opd.opd_teacher_tokenizer or ():
+    for text in (opd.opd_teacher_tokenizer or ()) if specs else ():
         name = _named(text)[0]
         if teacher_of(None if name == DEFAULT else name, [spec.name for spec in specs]) is None:
             have = abbreviate([spec.name for spec in specs]) or "none"

@@ -268,7 +268,7 @@ class TrainFlags(TypedDict, total=False):
     positive_nll_coef: float
     """Weight of the negative log-likelihood of samples whose reward is above 0, averaged over their tokens."""
     value_clip: float
-    """Clipping bound of the critic: how far a value may move in a rollout before its loss stops to fall."""
+    """Clipping bound of the critic: how far a value may move in a rollout before its loss stops falling."""
     num_critic_only_steps: int
     """Rollouts at the start of the run that train only the critic. With at least --num-rollout the policy is never
     trained."""

@@ -38,6 +38,19 @@ def test_the_documented_command_has_no_problem(run: list[str]) -> None:
     assert load(run, device_type="cpu").config.train.global_batch_size == 256
 
 
+def test_a_model_of_the_run_is_not_a_folder_to_write_to(run: list[str], tmp_path: Path) -> None:
+    model, teacher = run[1], str(tmp_path / "teacher")
+    Path(teacher).mkdir()
+    distill = [*run, "--use-opd", "--opd-teacher-load", teacher]
+    assert problems([*distill, "--save-hf", str(tmp_path / "free")]) == []
+    [problem] = problems([*distill, "--save-hf", teacher])
+    assert problem.startswith(f"--opd-teacher-load {teacher} is the folder that the trained model replaces")
+    [problem] = problems([*distill, "--opd-teacher-key", "origin"])
+    assert problem.startswith(f"--opd-teacher-key origin and --opd-teacher-load {teacher} cannot be combined")
+    [problem] = problems([*run, "--advantage-estimator", "ppo", "--save", "s", "--critic-save", model])
+    assert "the folder of --hf-checkpoint" in problem
+
+
 def test_an_empty_command_line_lists_everything_that_is_required() -> None:
     assert [problem.split(" is missing")[0].split(" are missing")[0] for problem in problems([])][:4] == [
         "--hf-checkpoint",
@@ -86,6 +99,10 @@ RULES = [
     ("--gamma 0.9", "--gamma 0.9 | --advantage-estimator grpo"),
     ("--use-tis --tis-clip-low 3", "--tis-clip-low 3.0 | --tis-clip 2.0"),
     ("--use-tis --tis-clip-low 0.5 --tis-mode truncate", "--tis-clip-low 0.5 | --tis-mode truncate"),
+    ("--return-level turn", "--return-level turn has no effect with --advantage-estimator grpo; remove"),
+    ("--save s --critic-save c", "--critic-save c | --advantage-estimator grpo | ppo"),
+    ("--advantage-estimator ppo --save s --critic-save ./s", "--save | --critic-save ./s_critic"),
+    ("--advantage-estimator ppo --critic-lr 11", "--critic-lr 11.0 | [0, 10]"),
     ("--keep-old-actor", "--keep-old-actor"),
     ("--keep-old-actor "
      "--async-buffer-size 2",

@@ -117,8 +117,7 @@ def _unmet(written: str, flag: str, condition: Condition, other: FlagSpec, confi
         named = other.with_value(config)
         return f"{written} has no effect with {named}, which trains no critic; use {other.flag} ppo, or remove {flag}"
     if condition.operator in ("!=", ".") and other.value_in(config) is not None:
-        why = f", where `{condition.value}` is False" if condition.operator == "." else ""
-        return f"{written} has no effect with {other.with_value(config)}{why}; remove {flag}"
+        return f"{written} has no effect with {other.with_value(config)}; remove {flag}"
     if not condition.operator or other.value_in(config) is None:
         return f"{written} has no effect without {needed}; add {needed}, or remove {flag}"
     actual = f"{other.flag} is {other.value_in(config)}"
@@ -160,11 +159,14 @@ def _required(config: Config) -> Problems:
     output_dir = flag_specs(Config)["output_dir"]  # a default one that has a run gets a number
     is_chosen = config.track.output_dir and not _is_derived(output_dir, config, derive(config, frozenset()))
     has_own = checkpoint.save_hf is not None or is_chosen
-    if has_own and kept is not None and kept.resolve() == Path(str(rollout.hf_checkpoint)).resolve():
-        yield (
-            f"--hf-checkpoint {rollout.hf_checkpoint} is the folder that the trained model replaces at the end; choose "
-            "another --output-dir, or a folder for the trained model with --save-hf"
-        )
+    inputs = {"--hf-checkpoint": str(rollout.hf_checkpoint)}
+    inputs |= {model.flag: model.load for model in further_models(config) if model.load != rollout.hf_checkpoint}
+    for flag, load in inputs.items():
+        if has_own and kept is not None and kept.resolve() == Path(load).resolve():
+            yield (
+                f"{flag} {load} is the folder that the trained model replaces at the end; choose another --output-dir, "
+                "or a folder for the trained model with --save-hf"
+            )
     for model in further_models(config):
         if model.load != rollout.hf_checkpoint and (problem := model_problem(model.flag, model.load)):
             yield Problem(problem, "CKPT01")

@@ -66,7 +66,7 @@ class AlgoFlags:
     )
     value_clip: float = flag(
         0.2,
-        "Clipping bound of the critic: how far a value may move in a rollout before its loss stops to fall.",
+        "Clipping bound of the critic: how far a value may move in a rollout before its loss stops falling.",
         within="(0, inf)",
         needs=_CRITIC,
     )
@@ -77,9 +77,7 @@ class AlgoFlags:
         within="[0, inf)",
         needs=_CRITIC,
     )
-    critic_lr: float | None = flag(
-        None, "Learning rate of the critic. Default: --lr.", within="[0, inf)", needs=_CRITIC
-    )
+    critic_lr: float | None = flag(None, "Learning rate of the critic. Default: --lr.", within="[0, 10]", needs=_CRITIC)
     critic_lr_warmup_iters: int = flag(
         0, "Optimizer steps over which the critic's learning rate rises.", within="[0, inf)", needs=_CRITIC
     )
@@ -103,7 +101,7 @@ class AlgoFlags:
         None,
         "Directory for the critic as a Hugging Face model (AutoModelForTokenClassification) at every checkpoint; "
         "`{rollout_id}` is replaced. Checkpoints of --save contain the critic in any case.",
-        needs="save",
+        needs=f"save; {_CRITIC}",
     )
     critic_num_nodes: int | None = flag(
         None,

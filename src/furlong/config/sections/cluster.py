@@ -48,7 +48,7 @@ class ClusterFlags:
         None,
         "API key of the servers, teachers included; servers that furlong starts are started with it. Prefer the "
         "environment variable FURLONG_API_KEY, which `ps` does not show.",
-        needs=_SERVERS + " or use_opd",
+        needs=_SERVERS + " or opd_type=sglang",
         secret=True,
     )
     actor_num_nodes: int = flag(1, "Number of training machines.", within="[1, inf)")

@@ -77,7 +77,12 @@ class OpdFlags:
         needs="use_opd",
         excludes="opd_teacher_load",
     )
-    opd_teacher_key: str = flag("opd_teacher", "Metadata key with the name of a sample's teacher.", needs="use_opd")
+    opd_teacher_key: str = flag(
+        "opd_teacher",
+        "Metadata key with the name of a sample's teacher.",
+        needs="use_opd",
+        excludes="opd_teacher_load",
+    )
     opd_teacher_tokenizer: tuple[str, ...] | None = flag(
         None,
         "Folder with the tokenizer of a teacher that has another one than the policy: NAME=FOLDER, or FOLDER for the "
