@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from fakes_engine import FakeEngine
 from furlong.config.command_line import config_from_values
 from furlong.config.sections import Config
-from furlong.config.teachers import MESSAGES, teacher_problems, teacher_specs
+from furlong.config.teachers import MESSAGES, function_problems, teacher_problems, teacher_specs
 from furlong.core.sample import Sample, Status
 from furlong.interfaces import TokenScores
 from furlong.models.tokenizer import build_tokenizer
@@ -203,6 +203,7 @@ def test_impossible_teachers_are_problems(values, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "tokenizer.json").touch()
-    problems = "\n".join(teacher_problems(configured(**values)))
+    config = configured(**values)
+    problems = "\n".join([*function_problems(config), *teacher_problems(config)])
     assert len(problems.splitlines()) == 1
     assert re.search(words, problems)
