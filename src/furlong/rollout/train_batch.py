@@ -42,8 +42,10 @@ CONVERTED = frozenset(
     )
 )
 
+TEACHERS = ("teacher_log_probs", "teacher_top_log_probs")
+POSITIVE = 1e-3  # a log-prob above it is no rounding error
 _COLUMNS = {  # of the batch, by field of a sample
-    **dict.fromkeys(("rollout_log_probs", "teacher_log_probs", "teacher_top_log_probs"), np.float32),
+    **dict.fromkeys(("rollout_log_probs", *TEACHERS), np.float32),
     **dict.fromkeys(("token_versions", "teacher_top_ids"), np.int32),
     "teacher_mask": np.uint8,
 }
@@ -267,7 +269,7 @@ def _zeros_and_ones(mask: Any, num_tokens: int, what: str) -> NDArray[np.uint8]:
 def _columns(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
     """Return the per-token columns, each present for all samples or for none; FAILED samples get zeros.
 
-    Raises RolloutError for a sample that lacks a column which others have, and for log-probs that are not finite.
+    Raises RolloutError for a sample that lacks a column which others have, and for log-probs that cannot be some.
     """
     columns: dict[str, NDArray[Any]] = {}
     for name, dtype in _COLUMNS.items():
@@ -292,6 +294,8 @@ def _columns(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
                 f"sample {index} has {name} that are not finite numbers; set them to None if they are unknown, "
                 "and to 0.0 for tokens that the policy did not generate"
             )
+        if name in TEACHERS and (highest := float(columns[name].max(initial=0.0))) > POSITIVE:
+            raise RolloutError(f"{name} of up to {highest:g} are no log-probs, which are at most 0; check their sign")
     return columns
 
 

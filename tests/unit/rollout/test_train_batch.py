@@ -173,6 +173,8 @@ def test_values_of_a_teacher_are_columns_and_a_failed_sample_has_none():
     assert "teacher_mask" not in convert([sample(0, **whole), failed]).columns
     with pytest.raises(RolloutError, match="sample 1 has teacher_log_probs that are not finite"):
         convert([sample(0, **whole), sample(1, **whole | {"teacher_log_probs": [0.0, -math.inf]})])
+    with pytest.raises(RolloutError, match=r"teacher_log_probs of up to 2 are no log-probs.* check their sign"):
+        convert([sample(0, **whole | {"teacher_log_probs": [1.0, 2.0]})])
 
 
 def test_sample_without_index_is_an_error():
