@@ -89,7 +89,7 @@ BUDGET = {
     "quickstart": 350,
     "reproduce": 590,
     "rewards": 1780,
-    "rollout": 5016,
+    "rollout": 5020,
     "run": 1538,
     "sandboxes": 1559,
     "sessions": 3274,

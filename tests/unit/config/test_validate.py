@@ -114,7 +114,7 @@ RULES = [
     ("--keep-old-actor --async-buffer-size 1 --partial-rollout", "--keep-old-actor | --partial-rollout"),
     ("--disable-compute-advantages-and-returns", "--disable-compute-advantages-and-returns | --loss-type policy_loss"),
     ("--n-samples-per-prompt 1 --global-batch-size 32 --disable-rewards-normalization "
-     "--dynamic-sampling-filter-path furlong.rollout.filters.check_reward_nonzero_std",
+     "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
      "--dynamic-sampling-filter-path | --n-samples-per-prompt 1"),
     ("--loss-constant-len 9 --calculate-per-token-loss", "--loss-constant-len 9 | --calculate-per-token-loss"),
     ("--eps-clip-c 3 --advantage-estimator cispo", "--eps-clip-c 3.0 | --advantage-estimator cispo"),

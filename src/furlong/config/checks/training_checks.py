@@ -18,7 +18,7 @@ from furlong.core.algorithms import find_algorithm
 from furlong.core.routing import RoutingShape
 from furlong.errors import ConfigError
 
-STD_FILTER = "furlong.rollout.filters.check_reward_nonzero_std"
+STD_FILTER = ".check_reward_nonzero_std"  # also of slime
 RECOMPUTED = ("mlp", "moe", "shared_experts")
 # Families whose routers have a selection bias.
 BIASED_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "minimax_m2")
@@ -164,8 +164,8 @@ def _estimator(config: Config) -> Iterator[str]:
         or algo.custom_advantage_function_path
         or rollout.custom_convert_samples_to_train_data_path
     )
-    filtered = rollout.dynamic_sampling_filter_path
-    if n == 1 and filtered == STD_FILTER and not rollout.custom_generate_function_path:
+    filtered = rollout.dynamic_sampling_filter_path or ""
+    if n == 1 and filtered.endswith(STD_FILTER) and not rollout.custom_generate_function_path:
         yield (
             f"--dynamic-sampling-filter-path {filtered} with --n-samples-per-prompt 1: it keeps groups with different "
             "rewards, and with one sample per prompt rewards cannot differ; use --n-samples-per-prompt 2 or more, or "
