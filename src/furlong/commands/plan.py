@@ -57,7 +57,9 @@ def plan(words: list[str]) -> int:
     report.record(memory.record() | {"device": name, "assumed": shown(assumed), "chosen": chosen})
     notes = [f"assumed: {shown(assumed)}"] if assumed else []
     notes += [f"chosen by the run: {line}" for line in chosen]
-    report.text(*([*notes, ""] if notes else []), _text(memory, name))
+    cluster = config.cluster
+    how = "use the GPU in turn" if cluster.offload_train or cluster.offload_rollout else "stay on the GPU together"
+    report.text(*([*notes, ""] if notes else []), _text(memory, name, how))
     return 0 if memory.fits else 1
 
 
@@ -88,7 +90,7 @@ def _count(text: str | None) -> int | None:
     return int(text)
 
 
-def _text(plan: MemoryPlan, name: str) -> str:
+def _text(plan: MemoryPlan, name: str, how: str) -> str:
     table = Table(
         title=f"one {name}: {plan.device_bytes / GIB:.1f} GiB, {plan.limit / GIB:.1f} usable",
         title_justify="left",
@@ -108,7 +110,7 @@ def _text(plan: MemoryPlan, name: str) -> str:
     lines = [out.getvalue().rstrip()]
     if plan.most_fraction is not None:
         lines.append(
-            "trainer and engine use the GPU in turn (--colocate); next to the trainer, the engine can use at most "
+            f"trainer and engine {how} (--colocate); next to the trainer, the engine can use at most "
             f"--sglang-mem-fraction-static {plan.most_fraction:.2f}"
         )
     if plan.fits:

@@ -891,8 +891,8 @@ class TrainFlags(TypedDict, total=False):
     num_gpus_per_node: int
     """GPUs per machine for inference; an engine with more GPUs spans machines."""
     colocate: bool
-    """Run training and inference in turn on the same GPUs. Each releases its memory to the other, unless --no-offload-
-    train or --no-offload-rollout is given."""
+    """Run training and inference in turn on the same GPUs. Each releases its memory to the other, unless both fit by
+    the memory plan, or --no-offload-train or --no-offload-rollout is given."""
     ray_address: str | Path | None
     """Address HOST:PORT of a Ray cluster, or `auto`; with it, even a single trainer process runs on Ray. Default:
     RAY_ADDRESS, else a local cluster that ends with the run."""
@@ -909,9 +909,10 @@ class TrainFlags(TypedDict, total=False):
     """Same as --offload-train together with --offload-rollout."""
     offload_train: bool | None
     """Move the trainer's state to host memory while the engines generate, and of policy and critic the one that is not
-    in use. Default: on with --colocate and with a critic."""
+    in use. Default: on with a critic, and with --colocate unless trainer and engines fit together."""
     offload_rollout: bool | None
-    """Release the engines' GPU memory during training. Default: on with --colocate."""
+    """Release the engines' GPU memory during training. Default: on with --colocate unless trainer and engines fit
+    together."""
     num_threads: int | None
     """Number of CPU threads for PyTorch. Default: the cores available to this process."""
     compile_cache_dir: str | Path | None

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.command_line import examine
 from furlong.config.critic import critic_settings
 from furlong.config.engine_groups import ServedModel, engine_parts, served_models, trained_model
+from furlong.config.evaluation import used_eval_specs
 from furlong.config.facts import without_engines
 from furlong.config.flag_spec import flag_specs
 from furlong.config.flag_values import words_from_value
@@ -26,6 +27,7 @@ from furlong.errors import ConfigError
 from furlong.machine import MemoryUse
 from furlong.models.model_facts import GPU_KV_FRAC
 from furlong.tools.memory_formulas import (
+    CONTEXT_BYTES,
     GIB,
     NODE,
     ModelSize,
@@ -62,6 +64,10 @@ EVAL_REQUESTS = 256  # of an evaluation, whose rows are not counted here
 GRAPH_BYTES = 2 * 2**20  # of CUDA graphs for each request, as SGLang assumes
 KV_SLACK = 1.25  # for pages and prefixes, over all requests at full length
 USUAL_PROMPT = 256  # tokens, without a limit of the prompt
+# Of an engine that stays on the GPU with the trainer: its least fraction, since SGLang counts more than weights and
+# cache in it, and SGLang's options with which `_sizes_together` does not know its memory.
+LEAST_STATIC = 0.1
+UNPLANNED = {"mem_fraction_static", "max_total_tokens", "chunked_prefill_size", "dp_size", "dtype", "enable_lora"}
 MANY_WAVES, LONG_RESPONSE = 3, 1024  # from which SGLang is expected to be faster than the embedded engine
 # Assumptions of `furlong plan`.
 PROMPTS, EACH = 32, 8  # per rollout, and samples per prompt
@@ -199,11 +205,10 @@ def _critic_of(config: Config, model: ModelSize) -> ModelSize:
 
 def _teacher_of(config: Config, topology: Topology, model: ModelSize) -> TeacherSetup | None:
     """Return the teacher in the trainer, with the response tokens that a data-parallel rank has at most."""
-    opd, rollout, session, train = config.opd, config.rollout, config.session, config.train
+    opd, rollout, train = config.opd, config.rollout, config.train
     if not opd.has_teacher_model:
         return None
-    own = (rollout.custom_generate_function_path, session.agent_function_path, session.agent_command)
-    is_bounded = rollout.rollout_max_response_len and not any(own) and not session.environment
+    is_bounded = rollout.rollout_max_response_len and not rollout.custom_generate_function_path
     each = rollout.rollout_max_response_len if is_bounded else longest_sample(config)
     samples = config.data.rollout_batch_size * config.data.n_samples_per_prompt
     together = train.context_parallel_size  # ranks with the same samples
@@ -333,14 +338,24 @@ def requests_at_once(config: Config, num_engines: int) -> int:
     return min(requests, config.cluster.sglang_server_concurrency) if num_engines else requests
 
 
-def chosen_sizes(config: Config, model_config: Mapping[str, Any], device_bytes: int) -> Sizes:
+def chosen_sizes(
+    config: Config, model_config: Mapping[str, Any], device_bytes: int, *, given: Collection[str] = ()
+) -> Sizes:
     """Return sizes for GPUs of `device_bytes`, on every layout; none where the usual default is the best that fits.
 
-    These are the tokens of micro-batches, and the slots of embedded engines or options of SGLang engines that the run
-    starts. Options in the configuration are kept; the caller ignores the other fields that are set by flags. Raises
-    ConfigError for a model of unknown dimensions.
+    These are the tokens of micro-batches, the slots of embedded engines or options of SGLang engines that the run
+    starts, and with --colocate whether trainer and engines stay on the GPUs together. `given`: fields that flags set,
+    whose values are kept, like options in the configuration. Raises ConfigError for a model of unknown dimensions.
     """
-    model, topology = ModelSize.read(model_config), Topology.of(config)
+    model = ModelSize.read(model_config)
+    sizes = _sizes_in_turn(config, model, device_bytes)
+    sizes = {name: size for name, size in sizes.items() if name not in given or isinstance(size[0], dict)}
+    takes_turns = {"offload", "offload_train", "offload_rollout"} & set(given)
+    return sizes if takes_turns else sizes | _sizes_together(config, sizes, model, device_bytes)
+
+
+def _sizes_in_turn(config: Config, model: ModelSize, device_bytes: int) -> Sizes:
+    topology = Topology.of(config)
     setup, sizes, beside = training_of(config, topology, model), Sizes(), 0
     teachers = _teachers_here(config, model, width=setup.width)
     device = f"{device_bytes / GIB:.0f} GiB of GPU memory"
@@ -379,28 +394,28 @@ def with_chosen_sizes(
 
     Flags take precedence: only values whose source is a default, or derived, are replaced.
     """
-    sources, lines = dict(sources), list[str]()
-    for name, (value, reason) in chosen_sizes(config, model_config, device_bytes).items():
+    sources, words = dict(sources), dict[str, list[str]]()
+    given = {name for name, source in sources.items() if not source.startswith(("default", "derived"))}
+    for name, (value, reason) in chosen_sizes(config, model_config, device_bytes, given=given).items():
         section = next(each.name for each in fields(config) if hasattr(getattr(config, each.name), name))
-        before, source = getattr(getattr(config, section), name), sources.get(name, "default")
-        is_free = source.startswith(("default", "derived"))
-        if not is_free and not isinstance(value, dict):
-            continue
+        before = getattr(getattr(config, section), name)
         config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
         prefix, new = "", {name: value}
         if isinstance(value, dict):  # options of SGLang, of which some may be given
             options = cast("dict[str, Any]", value)
             prefix, new = "sglang-", {option: each for option, each in options.items() if option not in before}
-        sources[name] = f"derived: {reason}" if is_free else f"{source}; derived {', '.join(new)}: {reason}"
-        words = [f"--{prefix}{flag.replace('_', '-')} {each}" for flag, each in new.items()]
-        lines.append(f"{' '.join(words)}: {reason}")
-    return config, sources, lines
+        derived = f"{sources[name]}; derived {', '.join(new)}" if name in given else "derived"
+        sources[name] = f"{derived}: {reason}"
+        for flag, each in new.items():
+            dashed = flag.replace("_", "-")
+            words.setdefault(reason, []).append(f"--no-{dashed}" if each is False else f"--{prefix}{dashed} {each}")
+    return config, sources, [f"{' '.join(of_reason)}: {reason}" for reason, of_reason in words.items()]
 
 
-def _full_length(config: Config) -> int:
+def _full_length(config: Config, unlimited_prompt: int = USUAL_PROMPT) -> int:
     rollout = config.rollout
     is_limited = rollout.rollout_max_prompt_len or rollout.rollout_max_context_len
-    return longest_sample(config) + (0 if is_limited else USUAL_PROMPT)
+    return longest_sample(config) + (0 if is_limited else unlimited_prompt)
 
 
 def _fills_pipeline(config: Config, setup: TrainingSetup, tokens: int) -> bool:
@@ -475,6 +490,62 @@ def _sglang_sizes(
     if engine_weights(model, engine.tp_size) < static < int(STATIC_FRACTION * device_bytes):
         options["mem_fraction_static"] = round(static / device_bytes, 2)
     return options
+
+
+def _sizes_together(config: Config, sizes: Sizes, model: ModelSize, device_bytes: int) -> Sizes:
+    """Return that trainer and engines stay on their GPUs, and the engines' memory; {} if they should take turns.
+
+    They stay if both fit into `PLAN_FRAC` of the usable memory with the other `sizes`, nothing recomputed, and KV cache
+    for all requests of an engine at full length. SGLang takes its fraction of what is free when it starts: the whole
+    GPU, or what the trainer leaves. The cache must suffice in the latter case, and fit in the former.
+    """
+    cluster, topology, given = config.cluster, Topology.of(config), config.engines.sglang_options
+    engine, train = serving_of(config, topology), config.train
+    options, why = sizes.get("sglang_options", ({}, ""))
+    in_turn = topology.is_colocated and cluster.offload_train and cluster.offload_rollout
+    is_sized = "cuda_graph_max_bs" in options.keys() - given.keys() and not UNPLANNED & given.keys()
+    if not in_turn or not is_sized or engine is None or config.algo.uses_critic:
+        return {}
+    groups, length = trained_model(config).groups, _longest_request(config)
+    if length is None or len(groups) > 1 or groups[0].options:  # not bounded, or engines that differ
+        return {}
+    longest = -(-length // train.context_parallel_size)
+    tokens, _ = sizes.get("max_tokens_per_gpu", (train.max_tokens_per_gpu or 0, ""))
+    if not train.use_dynamic_batch_size:
+        tokens = train.micro_batch_size * longest
+    setup = replace(training_of(config, topology, model), tokens=max(tokens, longest))
+    phases = training_phases(model, setup, usable(device_bytes))
+    updating = sum(between_steps(model, setup).values()) + 2 * config.sync.update_weight_buffer_size
+    trainer = max(updating, *(phase.total for phase in phases)) + _teachers_here(config, model, width=setup.width)
+    left = device_bytes - CONTEXT_BYTES - trainer
+    if left <= 0 or any("recomputed in" in phase.note for phase in phases):
+        return {}
+    engine = replace(engine, requests=min(engine.requests, options["max_running_requests"]), request_tokens=length)
+    fraction = max(round(KV_SLACK * least_fraction(model, engine, left), 2), LEAST_STATIC)
+    working = max(device_bytes - int(STATIC_FRACTION * device_bytes), asleep_bytes(model, engine))
+    served = int(fraction * device_bytes) + working + options["cuda_graph_max_bs"] * GRAPH_BYTES
+    if trainer + served > PLAN_FRAC * usable(device_bytes):
+        return {}
+    both = f"trainer ({size_text(trainer)}) and engine ({size_text(served)}) fit together"
+    stay = f"{device_bytes / GIB:.0f} GiB of GPU memory: {both}"
+    return {
+        "sglang_options": (options | {"mem_fraction_static": fraction}, why),
+        "offload_train": (False, stay),
+        "offload_rollout": (False, stay),
+    }
+
+
+def _longest_request(config: Config) -> int | None:
+    """Return the tokens of the longest request to an engine, evaluations included; None if it is not bounded."""
+    if config.rollout.rollout_max_context_len:  # SGLang's limit for all
+        return config.rollout.rollout_max_context_len
+    each = [config, *(spec.config for spec in used_eval_specs(config))]
+    for rollout in (one.rollout for one in each):
+        if rollout.custom_generate_function_path or rollout.rollout_function_path:  # may have more than one turn
+            return None
+        if not rollout.rollout_max_response_len:
+            return None
+    return max(_full_length(one, PROMPT_TOKENS) for one in each)
 
 
 def engine_advice(config: Config) -> str:

@@ -160,7 +160,7 @@ def _build(context: RunContext, resolved: Resolved, opened: contextlib.ExitStack
             raise ConfigError(*problems)
         context = context.on(cluster.device)
     if config.cluster.colocate and context.device == "cuda":
-        warn_of_sharing(config)
+        warn_of_sharing(config, resolved.sources)
     generates = not config.debug.debug_train_only and (config.algo.loss_type != "sft_loss" or bool(specs))
     if generates:
         check_startable(config, context.device)

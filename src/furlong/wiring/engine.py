@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -218,9 +218,16 @@ def _device_sharing(context: RunContext, trainer: Trainer, engine: HttpEngine) -
     )
 
 
-def warn_of_sharing(config: Config) -> None:
-    """Warn unless both trainer and engines release their memory on the GPUs that they share."""
-    kept = [name for name in ("offload_train", "offload_rollout") if not getattr(config.cluster, name)]
+def warn_of_sharing(config: Config, sources: Mapping[str, str]) -> None:
+    """Warn of flags with which trainer or engines do not release their memory on the GPUs that they share.
+
+    The memory plan keeps both only where they fit; `sources` tells its choices from flags.
+    """
+    kept = [
+        name
+        for name in ("offload_train", "offload_rollout")
+        if not getattr(config.cluster, name) and not sources.get(name, "").startswith("derived")
+    ]
     if kept and not config.debug.debug_rollout_only:
         logger.warning(
             "%s: trainer and engines share GPUs but do not both release their memory; both must fit at once",

@@ -177,6 +177,14 @@ def test_out_of_memory_at_the_second_step_of_a_colocated_run() -> None:
     assert diagnose(CUDA_OOM, {"steps": 0}, colocate=True).id == "MEM02"
 
 
+def test_out_of_memory_where_trainer_and_engines_stay_on_a_gpu_says_how_they_take_turns() -> None:
+    for steps in (0, 1):
+        for stay in (False, True):
+            flags = {"colocate": True, "offload_train": not stay, "offload_rollout": not stay}
+            found = diagnose(CUDA_OOM, {"steps": steps}, **flags)
+            assert found.remedy.startswith("let trainer and engines use the GPU in turn (--offload); or ") is stay
+
+
 def test_an_engine_that_cannot_resume_its_memory_is_not_a_dead_engine() -> None:
     text = """EngineError: engine 0 at http://127.0.0.1:27432: process 5051 was ended by signal 9; the end of its log:
     [torch_memory_saver.cpp] cuMemCreate CUDA_ERROR_OUT_OF_MEMORY (may not be an issue e.g. torch allocator will retry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from furlong.models.presets import write_preset
 from furlong.run import launch
 from furlong.run.launch import sized_for_gpus
 from furlong.tools.gpu_memory import DEVICES, type_bytes
-from furlong.tools.memory_plan import RECOMPUTED_TOKENS, chosen_sizes, engine_advice
+from furlong.tools.memory_plan import RECOMPUTED_TOKENS, chosen_sizes, engine_advice, plan_memory, with_chosen_sizes
+from furlong.wiring.engine import warn_of_sharing
 
 GIB = 2**30
 QWEN3_06B = {
@@ -119,7 +121,7 @@ def test_a_model_that_needs_recomputation_gets_moderate_micro_batches():
     ],
 )
 def test_graphs_are_for_the_requests_of_an_engine_unless_flags_say_otherwise(more: str, requests: int | None):
-    config = command(f"{SGLANG} {more}").config
+    config = command(f"{SGLANG} --rollout-num-gpus 1 {more}").config
     options, _ = chosen_sizes(config, QWEN3_06B, int(79.1 * GIB)).get("sglang_options", ({}, ""))
     given = config.engines.sglang_options
     assert options == (
@@ -139,6 +141,62 @@ def test_an_engine_next_to_a_trainer_that_stays_gets_what_fits():
     )
     assert 0.4 < bounded < 0.5  # 512 requests of 512 tokens need 28 GiB
     assert 0.1 < both_stay < stays < 0.7
+
+
+QWEN25_05B = QWEN3_06B | {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "intermediate_size": 4864,
+    "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "gib", "stay"),
+    [
+        ("", 139.8, True),
+        ("", 79.1, True),
+        ("", 47.4, False),  # of which the trainer needs 31 GiB
+        (f"{FOUR} --colocate", 79.1, True),
+        (f"{MEGATRON} --colocate --tensor-model-parallel-size 2 --rollout-num-gpus-per-engine 2", 79.1, True),
+        ("--micro-batch-size 4", 79.1, True),
+        ("--use-kl-loss --use-opd --opd-teacher-load {teacher}", 139.8, True),
+        ("--rollout-max-context-len 1024 --custom-generate-function-path a:b", 79.1, True),
+        ("--rollout-max-context-len 32768", 139.8, False),  # 196 GiB of KV cache
+        ("--custom-generate-function-path a:b", 139.8, False),  # any number of turns
+        ("--eval-interval 1 --eval-prompt-data a x.jsonl --eval-max-response-len 16384", 139.8, False),
+        ("--advantage-estimator ppo", 139.8, False),
+        ("--offload", 139.8, False),
+        ("--colocate --offload-train", 139.8, False),
+        ("--colocate --offload-rollout", 139.8, False),
+        ("--rollout-num-gpus 2 --actor-num-gpus-per-node 2 --colocate --prefill-num-servers 1", 139.8, False),
+        ("--sglang-mem-fraction-static 0.5", 139.8, False),
+        ("--sglang-cuda-graph-max-bs 64", 139.8, False),
+        ("--sglang-speculative-algorithm NGRAM --rollout-max-context-len 1024", 139.8, False),
+        ("--sglang-device cpu", 139.8, False),
+    ],
+)
+def test_trainer_and_engine_stay_on_a_gpu_only_where_both_fit_for_sure(
+    more: str, gib: float, stay: bool, tmp_path: Path
+):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN25_05B))
+    before = command(f"{SGLANG} {more.format(teacher=tmp_path)}")
+    after, _, _ = with_chosen_sizes(before.config, before.sources, QWEN25_05B, int(gib * GIB))
+    assert before.config.cluster.offload_train
+    assert (after.cluster.offload_train, after.cluster.offload_rollout) == (not stay, not stay)
+
+
+def test_the_engine_of_a_trainer_that_stays_has_cache_for_its_requests_and_both_fit_into_nine_tenths():
+    """Whether the engine starts on the whole GPU or next to the trainer, of which SGLang takes the same fraction."""
+    device = int(79.1 * GIB)
+    for response in (64, 256, 512):
+        before = command(SGLANG, new=response)
+        config, _, _ = with_chosen_sizes(before.config, before.sources, QWEN25_05B, device)
+        fraction = config.engines.sglang_options["mem_fraction_static"]
+        plan = plan_memory(config, QWEN25_05B, device)
+        assert plan.fits
+        weights, request = 2 * 494e6, (1024 + response) * 24 * 2 * 2 * 64 * 2  # a prompt without a limit
+        trainer = max(phase.total - phase.parts["engine"] for phase in plan.trainer)
+        assert fraction * (device - trainer) >= weights + 512 * request
+        assert trainer + (fraction + 0.15) * device <= 0.9 * plan.limit
 
 
 @pytest.fixture
@@ -162,10 +220,26 @@ def test_chosen_sizes_are_in_the_configuration_with_their_reason_and_in_the_log(
     assert any(line.startswith("--max-tokens-per-gpu 32768: ") for line in embedded.lines)
     sglang = sized_for_gpus(command(f"{SGLANG} --sglang-attention-backend fa3", model=tiny))
     assert sglang.config.engines.sglang_options == {
-        "cuda_graph_max_bs": 512, "max_running_requests": 512, "attention_backend": "fa3",
+        "cuda_graph_max_bs": 512, "max_running_requests": 512, "mem_fraction_static": 0.1, "attention_backend": "fa3",
     }  # fmt: skip
-    assert sglang.sources["sglang_options"].startswith("flag; derived cuda_graph_max_bs, max_running_requests: 80 GiB")
-    assert any("--sglang-cuda-graph-max-bs 512 --sglang-max-running-requests 512: " in line for line in sglang.lines)
+    new = "cuda_graph_max_bs, max_running_requests, mem_fraction_static"
+    assert sglang.sources["sglang_options"].startswith(f"flag; derived {new}: 80 GiB")
+    assert any("--sglang-cuda-graph-max-bs 512 --sglang-max-running-requests 512 " in line for line in sglang.lines)
+    cluster, why = sglang.config.cluster, sglang.sources["offload_train"]
+    assert (cluster.offload_train, cluster.offload_rollout) == (False, False)
+    assert re.fullmatch(r"derived: 80 GiB of GPU memory: trainer \(\S+ GiB\) and engine \(\S+ GiB\) fit together", why)
+    assert f"--no-offload-train --no-offload-rollout: {why.removeprefix('derived: ')}" in sglang.lines
+
+
+def test_only_flags_that_keep_memory_are_warned_of(caplog: pytest.LogCaptureFixture):
+    chosen = command(SGLANG)
+    config, sources, _ = with_chosen_sizes(chosen.config, chosen.sources, QWEN25_05B, int(79.1 * GIB))
+    assert not config.cluster.offload_train
+    warn_of_sharing(config, sources)
+    assert caplog.text == ""
+    given = command(f"{SGLANG} --no-offload-train")
+    warn_of_sharing(given.config, given.sources)
+    assert "--no-offload-train: trainer and engines share GPUs" in caplog.text
 
 
 @pytest.mark.usefixtures("gpu")

@@ -63,8 +63,8 @@ class ClusterFlags:
     )
     colocate: bool = flag(
         False,
-        "Run training and inference in turn on the same GPUs. Each releases its memory to the other, unless "
-        "--no-offload-train or --no-offload-rollout is given.",
+        "Run training and inference in turn on the same GPUs. Each releases its memory to the other, unless both fit "
+        "by the memory plan, or --no-offload-train or --no-offload-rollout is given.",
         needs="engine!=external",
     )
     ray_address: str | None = flag(
@@ -97,13 +97,14 @@ class ClusterFlags:
     offload_train: bool | None = flag(
         None,
         "Move the trainer's state to host memory while the engines generate, and of policy and critic the one that is "
-        "not in use. Default: on with --colocate and with a critic.",
+        "not in use. Default: on with a critic, and with --colocate unless trainer and engines fit together.",
         needs="colocate or advantage_estimator.has_critic",
         excludes="debug_rollout_only",
     )
     offload_rollout: bool | None = flag(
         None,
-        "Release the engines' GPU memory during training. Default: on with --colocate.",
+        "Release the engines' GPU memory during training. Default: on with --colocate unless trainer and engines fit "
+        "together.",
         needs="colocate",
         excludes="debug_rollout_only",
     )

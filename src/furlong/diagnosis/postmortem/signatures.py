@@ -7,6 +7,7 @@ broke, a collective that timed out). To add one, add a row here and a text to te
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from furlong.catalogue import Diagnosis, diagnosis
 from furlong.core.transports import GLOO_REMEDY, NCCL_REMEDY, NETWORK_CAUSE
@@ -51,6 +52,13 @@ LESS_HOST_MEMORY = (
 
 
 def _gpu_memory(text: LogText, match: re.Match[str]) -> Diagnosis:
+    found, flags = _full_gpu(text, match), text.flags
+    if not flags.get("colocate") or flags.get("offload_train") is not False or flags.get("offload_rollout"):
+        return found
+    return replace(found, remedy=f"let trainer and engines use the GPU in turn (--offload); or {found.remedy}")
+
+
+def _full_gpu(text: LogText, match: re.Match[str]) -> Diagnosis:
     before, steps = traceback_before(text.content, match), int(text.facts.get("steps", 0))
     is_engine = SGLANG in before or "apture cuda" in match[0]
     is_second = bool(text.flags.get("colocate")) and steps >= 1
