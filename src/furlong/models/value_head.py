@@ -2,8 +2,9 @@
 
 A folder may have such a head under the names of transformers (`score`, of AutoModelForTokenClassification and
 AutoModelForSequenceClassification), of TRL (`v_head.summary`) and of OpenRLHF (`value_head`, or config.json's
-`value_head_prefix`). Without one, the head is new: bias 0, and weights with a standard deviation of 1 / (width + 1) as in InstructGPT.
-slime's is 0.02, with which a real model starts with values of several units for rewards of 0 and 1.
+`value_head_prefix`). Without one, the head is new: bias 0, and weights with a standard deviation of
+1 / (width + 1), as in InstructGPT. slime's is 0.02, with which a real model starts with values of several units for
+rewards of 0 and 1.
 """
 
 from __future__ import annotations

@@ -507,7 +507,7 @@ def _sizes_together(config: Config, sizes: Sizes, model: ModelSize, device_bytes
     if not in_turn or not is_sized or engine is None or config.algo.uses_critic:
         return {}
     groups, length = trained_model(config).groups, _longest_request(config)
-    if length is None or len(groups) > 1 or groups[0].options:  # not bounded, or engines that differ
+    if length is None or len(groups) != 1 or groups[0].options:  # not bounded, or engines that differ
         return {}
     longest = -(-length // train.context_parallel_size)
     tokens, _ = sizes.get("max_tokens_per_gpu", (train.max_tokens_per_gpu or 0, ""))
