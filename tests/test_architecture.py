@@ -84,7 +84,7 @@ BUDGET = {
     "furlong": 1324,
     "inference": 10214,
     "loop": 1220,
-    "models": 3545,
+    "models": 3546,
     "quantization": 1261,
     "quickstart": 350,
     "reproduce": 590,
