@@ -3,7 +3,8 @@
 An asynchronous run with two `furlong serve` engines behind a router, on a CPU with the quickstart's model, goes through
 cycles. In the first 40 % of a cycle, faults end or stop its processes, including the driver, which is then resumed with
 the same command. In the rest, only the user's functions fail, and growth of memory and descriptors is measured: at
-most twice a second, after a step, for every process. At the end the run finishes and its ledger is audited.
+most twice a second, after a step, for every process. Memory is what the driver has from malloc, and what is resident
+of the others. At the end the run finishes and its ledger is audited.
 
 Exit code 1 if a fault was not survived, a process outlived its driver, memory of some kind of process grows by 1 MB or
 more per 1,000 steps, descriptors grow, or the ledger is not clean. The folder has everything: `soak.json` with the seed
@@ -115,7 +116,7 @@ class SoakRun:
     """A run that is started, watched, and resumed."""
 
     folder: Path
-    sampler: ProcessSampler = field(default_factory=ProcessSampler)
+    sampler: ProcessSampler = field(init=False)
     num_steps: int = 0  # including those that a resume repeats
     step: int = 0
     _process: subprocess.Popen[bytes] | None = None
@@ -124,11 +125,15 @@ class SoakRun:
     _sampled_at: float = 0.0
     _size: int = -1
 
+    def __post_init__(self) -> None:
+        self.sampler = ProcessSampler(self.folder / "allocated")
+
     def start(self, *, num_rollout: int = 10**6) -> None:
         """Start the run, or resume it."""
         self._size, self.step = self._metrics_size(), last_step(self._metrics)
         environment = os.environ | {
-            "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": PRIMITIVES
+            "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": PRIMITIVES,
+            "PYTHONMALLOC": "malloc",  # so that its statistics count Python objects
         }  # fmt: skip
         self._process = subprocess.Popen(
             [sys.executable, "-m", "furlong", "train", *flags(self.folder, num_rollout=num_rollout)],
@@ -417,7 +422,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=None, help="order of the faults; default: a random one, printed")
-    parser.add_argument("--warm-up", type=int, default=600, help="steps of each process that do not count")
+    parser.add_argument("--warm-up", type=int, default=1000, help="steps of each process that do not count")
     parser.add_argument("--folder", type=Path, default=None, help="an empty folder; default: a temporary one")
     options = parser.parse_args(argv)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="furlong-soak-"))

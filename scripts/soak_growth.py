@@ -10,12 +10,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import psutil
 
 MIB = 1 << 20
-MOST_POINTS = 400  # of a process, evenly spaced
+WINDOWS = 40  # of the usages of a process; the median of each is one point
 LEAST_STEPS = 40  # of a process after its warm-up, for a slope
 MEMORY_LIMIT = 1.0  # MB per 1,000 steps; where the lower quartile is below 0, the steps were too few to tell
 KINDS = ("driver", "engine", "router", "reward worker", "other")
@@ -24,13 +25,22 @@ NEEDED = ("driver", "engine")  # a result without these says nothing
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process used after a step of the run. rss_mb: resident memory in MiB."""
+    """What a process used after a step of the run, memory in MiB.
+
+    allocated_mb: What the driver has from malloc; None for other processes.
+    """
 
     kind: str
     process: str  # id and start time, as ids are used again
     step: int
     rss_mb: float
     descriptors: int
+    allocated_mb: float | None = None
+
+    @property
+    def memory_mb(self) -> float:
+        """Allocated memory if it is known: resident memory rises and falls by more than a leak of a soak."""
+        return self.rss_mb if self.allocated_mb is None else self.allocated_mb
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class Growth:
     kind: str
     processes: int
     steps: int  # after warm-ups, of all processes
-    rss_mb: float  # median of the last usage of each process
+    memory_mb: float  # median of the last usage of each process
     descriptors: float
     memory_slope: float | None
     memory_quartiles: tuple[float, float] | None
@@ -61,9 +71,10 @@ class Growth:
 
 
 class ProcessSampler:
-    """Samples a driver and its descendants."""
+    """Samples a driver and its descendants. allocated: folder in which `soak_hooks` records what drivers have."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocated: Path) -> None:
+        self._allocated = allocated
         self._kinds: dict[str, str] = {}
         self.usages: list[Usage] = []
 
@@ -89,7 +100,9 @@ class ProcessSampler:
                 rss, descriptors = process.memory_info().rss, process.num_fds()
             except psutil.NoSuchProcess:
                 continue
-            self.usages.append(Usage(kind, identity(process), step, rss / MIB, descriptors))
+            record = self._allocated / str(process.pid)
+            allocated = int(record.read_text()) / MIB if kind == "driver" and record.exists() else None
+            self.usages.append(Usage(kind, identity(process), step, rss / MIB, descriptors, allocated))
 
     def _kind(self, process: psutil.Process, driver: psutil.Process) -> str:
         name = identity(process)
@@ -136,14 +149,14 @@ def growth(usages: Iterable[Usage], *, warm_up: int) -> list[Growth]:
 def _growth_of(kind: str, processes: list[list[Usage]], warm_up: int) -> Growth:
     warm = [second_half(points, warm_up) for points in processes]
     warm = [points for points in warm if points and points[-1].step - points[0].step >= LEAST_STEPS]
-    memory = far_slopes([[(usage.step, usage.rss_mb) for usage in points] for points in warm])
+    memory = far_slopes([[(usage.step, usage.memory_mb) for usage in points] for points in warm])
     descriptors = far_slopes([[(usage.step, usage.descriptors) for usage in points] for points in warm])
     has_slope = len(memory) > 0
     return Growth(
         kind,
         len(processes),
         sum(points[-1].step - points[0].step for points in warm),
-        statistics.median(points[-1].rss_mb for points in processes),
+        statistics.median(points[-1].memory_mb for points in processes),
         statistics.median(points[-1].descriptors for points in processes),
         float(np.median(memory)) if has_slope else None,
         (float(np.quantile(memory, 0.25)), float(np.quantile(memory, 0.75))) if has_slope else None,
@@ -158,11 +171,11 @@ def second_half(points: Sequence[Usage], warm_up: int) -> list[Usage]:
 
 
 def far_slopes(series: Iterable[Sequence[tuple[float, float]]]) -> np.ndarray:
-    """Return the slopes, per 1,000 steps, of all pairs of points of a series that are half of its length apart."""
+    """Return the slopes, per 1,000 steps, of all pairs of windows of a series that are half of its length apart."""
     slopes: list[np.ndarray] = [np.empty(0)]
     for points in series:
-        every = max(1, -(-len(points) // MOST_POINTS))
-        steps, values = np.array(points[::every], dtype=np.float64).reshape(-1, 2).T
+        windows = np.array_split(np.array(points, dtype=np.float64).reshape(-1, 2), min(len(points), WINDOWS))
+        steps, values = np.array([np.median(window, axis=0) for window in windows]).T
         apart = steps[None, :] - steps[:, None]
         is_far = apart >= max((steps[-1] - steps[0]) / 2, 1)
         slopes.append(1000 * (values[None, :] - values[:, None])[is_far] / apart[is_far])
@@ -182,7 +195,7 @@ def growth_table(rows: Iterable[Growth]) -> list[str]:
             low, high = row.memory_quartiles
             memory, descriptors = f"{row.memory_slope:.2f} ({low:.2f} to {high:.2f})", f"{row.descriptor_slope:.2f}"
         lines.append(
-            f"| {row.kind} | {row.processes} | {row.steps:,} | {row.rss_mb:,.0f} | {memory} | "
+            f"| {row.kind} | {row.processes} | {row.steps:,} | {row.memory_mb:,.0f} | {memory} | "
             f"{row.descriptors:g} | {descriptors} |"
         )
     return lines

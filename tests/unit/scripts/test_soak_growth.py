@@ -53,6 +53,28 @@ def test_a_rise_within_the_noise_of_few_steps_is_no_leak(soak_growth):
     assert (row.memory_slope > soak_growth.MEMORY_LIMIT, row.problems) == (True, [])
 
 
+@pytest.mark.parametrize(("per_step", "leaks"), [(0.0, False), (0.002, True)])
+def test_allocated_memory_shows_a_leak_of_2_kb_per_step_that_waves_of_resident_memory_hide(
+    soak_growth, per_step, leaks
+):
+    rng = random.Random(0)
+    points = [
+        soak_growth.Usage("driver", "1@0", step, 515 + rng.gauss(0, 3), 50, 350 + per_step * step + rng.gauss(0, 1.7))
+        for step in range(0, 3000, 3)
+    ]  # as in a run of half an hour
+    [row] = soak_growth.growth(points, warm_up=600)
+    assert bool(row.problems) == leaks
+    assert row.memory_slope == pytest.approx(1000 * per_step, abs=0.4)
+
+
+def test_allocated_bytes_count_what_is_kept(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    soak_hooks = importlib.import_module("soak_hooks")
+    before = soak_hooks.allocated_bytes()
+    kept = [bytes(1000) for _ in range(20_000)]
+    assert soak_hooks.allocated_bytes() - before > 1000 * len(kept)
+
+
 def test_descriptors_that_rise_now_and_then_are_found(soak_growth):
     [row] = soak_growth.growth(usages(soak_growth, every=100), warm_up=0)
     assert row.descriptor_slope == pytest.approx(10, rel=0.4)
