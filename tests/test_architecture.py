@@ -95,7 +95,7 @@ BUDGET = {
     "sessions": 3274,
     "sglang_layout": 770,
     "slime_api": 1048,
-    "tools": 3796,
+    "tools": 3797,
     "tracking": 1132,
     "training": 9637,
     "transfer": 710,

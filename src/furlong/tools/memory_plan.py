@@ -408,7 +408,8 @@ def with_chosen_sizes(
         sources[name] = f"{derived}: {reason}"
         for flag, each in new.items():
             dashed = flag.replace("_", "-")
-            words.setdefault(reason, []).append(f"--no-{dashed}" if each is False else f"--{prefix}{dashed} {each}")
+            head, tail = ("no-", "") if each is False else (prefix, f" {each}")
+            words.setdefault(reason, []).append(f"--{head}{dashed}{tail}")
     return config, sources, [f"{' '.join(of_reason)}: {reason}" for reason, of_reason in words.items()]
 
 
