@@ -114,6 +114,18 @@ def test_a_completion_within_a_schema_that_is_aborted_has_no_tokens():
     assert len(generated(servers[0])) == 1
 
 
+def test_no_id_begins_with_another_since_an_abort_ends_all_that_do():
+    with scripted(lambda body: (200, reply([4]))) as (servers, engine):
+
+        async def main():
+            for _ in range(12):
+                await engine.generate([1], PARAMS)
+
+        run(engine, main)
+    rids = [body["rid"] for body in generated(servers[0])]
+    assert [(a, b) for a in rids for b in rids if a != b and b.startswith(a)] == []
+
+
 @pytest.mark.parametrize("status", [400, 500])
 def test_a_refusal_is_an_error_at_once_with_the_servers_reason(status):
     with scripted(lambda body: (status, {"error": {"message": "no such thing"}})) as (servers, engine):

@@ -344,7 +344,7 @@ class HttpEngine(Engine):
                 return done.scores
 
     def _new_rid(self) -> str:
-        return f"furlong-{self._run}-{next(self._counter)}"
+        return f"furlong-{self._run}-{next(self._counter)}."  # SGLang aborts all whose id begins with that of an abort
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating. New requests wait for `resume`; `mode` decides about those that were sent.
