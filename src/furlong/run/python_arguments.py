@@ -63,7 +63,7 @@ def _keywords() -> dict[str, str]:
 
 
 def in_keywords(error: E) -> E:
-    """Name the keyword arguments in the text of an error, in place of flags, and return it."""
+    """Return the error, which then names keyword arguments instead of flags."""
     error.args = tuple(_FLAGS.sub(lambda found: _keywords().get(found[0], found[0]), str(each)) for each in error.args)
     if isinstance(error, ConfigError):
         error.problems = error.args
