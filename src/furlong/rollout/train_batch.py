@@ -269,7 +269,7 @@ def _zeros_and_ones(mask: Any, num_tokens: int, what: str) -> NDArray[np.uint8]:
 def _columns(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
     """Return the per-token columns, each present for all samples or for none; FAILED samples get zeros.
 
-    Raises RolloutError for a sample that lacks a column which others have, and for log-probs that cannot be some.
+    Raises RolloutError for a sample that lacks a column of others, and for log-probs that are not finite or above 0.
     """
     columns: dict[str, NDArray[Any]] = {}
     for name, dtype in _COLUMNS.items():
