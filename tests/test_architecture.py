@@ -88,7 +88,7 @@ BUDGET = {
     "quantization": 1261,
     "quickstart": 350,
     "reproduce": 590,
-    "rewards": 1780,
+    "rewards": 1781,
     "rollout": 5020,
     "run": 1538,
     "sandboxes": 1559,

@@ -153,15 +153,16 @@ class Sandbox:
             self._function = await worker.call("load", self._setup, timeout_s=self._limits.start_timeout_s)
         except BaseException as error:
             await worker.end()
-            if isinstance(error, WorkerEndedError):
-                is_late = error.overdue_at is not None
-                how = f"within {self._limits.start_timeout_s:g} s" if is_late else f"its process ended ({error})"
-                raise RewardError(f"the sandbox for {self.path} did not start: {how}") from error
-            if isinstance(error, Exception) and self._limits.memory_limit_bytes and await self._loads_without_limit():
+            is_late = isinstance(error, WorkerEndedError) and error.overdue_at is not None
+            is_own = isinstance(error, Exception) and not is_late  # raised by the function's code, or crashed in it
+            if is_own and self._limits.memory_limit_bytes and await self._loads_without_limit():
                 raise RewardError(
                     f"the reward function {self.path} cannot be loaded within --reward-memory-limit "
                     f"{self._limits.memory_limit_bytes / 2**30:.3g}, without the limit it can; raise it"
                 ) from error
+            if isinstance(error, WorkerEndedError):
+                how = f"within {self._limits.start_timeout_s:g} s" if is_late else f"its process ended ({error})"
+                raise RewardError(f"the sandbox for {self.path} did not start: {how}") from error
             if isinstance(error, Exception) and not isinstance(error, RewardError):
                 raise RewardError(f"{type(error).__name__}: {error}") from error
             raise

@@ -145,10 +145,12 @@ def test_a_crash_is_an_outcome_with_a_reason(sandbox):
 
 
 def test_a_memory_limit_that_the_function_does_not_load_within(tmp_path):
-    (tmp_path / "large.py").write_text("import numpy\n\n\ndef reward(args, sample):\n    return 1.0\n")
-    small = Sandbox(f"{tmp_path}/large.py:reward", limits=Limits(memory_limit_bytes=int(0.05 * 2**30)))
-    with pytest.raises(RewardError, match=r"within --reward-memory-limit 0\.05, without the limit it can; raise it"):
-        run(small, "fine")
+    crash = "import os, resource\nif resource.getrlimit(resource.RLIMIT_AS)[0] > 0:\n    os.kill(os.getpid(), 11)\n"
+    for name, code in [("raises", "import numpy\n"), ("crashes", crash)]:  # a library does either
+        (tmp_path / f"{name}.py").write_text(f"{code}\n\ndef reward(args, sample):\n    return 1.0\n")
+        small = Sandbox(f"{tmp_path}/{name}.py:reward", limits=Limits(memory_limit_bytes=int(0.05 * 2**30)))
+        with pytest.raises(RewardError, match=r"within --reward-memory-limit 0\.05, without the limit it can"):
+            run(small, "fine")
 
 
 def test_a_memory_limit_is_an_outcome(sandbox):
