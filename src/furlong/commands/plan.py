@@ -13,9 +13,10 @@ from furlong.commands.output import Report, show, terminal_width
 from furlong.config.command_line import load
 from furlong.core.model_config import read_json
 from furlong.errors import ConfigError
+from furlong.tools.chosen_sizes import with_chosen_sizes
 from furlong.tools.gpu_memory import DEVICES, device_bytes, local_device
 from furlong.tools.memory_formulas import GIB
-from furlong.tools.memory_plan import NODE, MemoryPlan, assumptions, plan_memory, shown, with_chosen_sizes
+from furlong.tools.memory_plan import NODE, MemoryPlan, assumptions, plan_memory, shown
 
 USAGE = f"""usage: furlong plan --hf-checkpoint DIR [--device NAME|GIB] [--gpus N]
                     [FLAGS] [--json]

@@ -50,8 +50,8 @@ from furlong.machine import (
 from furlong.run.folder import folder_problems, lock_save_folder, log_changed_flags, run_folder, write_config
 from furlong.run.records import explain_errors, log_run, record_outcome, trace_processes
 from furlong.run.signals import EXIT_CODES, EndSignals, Reason
+from furlong.tools.chosen_sizes import engine_advice, with_chosen_sizes
 from furlong.tools.gpu_memory import local_device, type_bytes
-from furlong.tools.memory_plan import engine_advice, with_chosen_sizes
 from furlong.tracking.console import duration, show_progress
 from furlong.tracking.run_files import CONFIG, METRICS, RUN_LOG, RUN_STARTS
 

@@ -15,8 +15,9 @@ from furlong.config.command_line import Resolved, parse
 from furlong.models.presets import write_preset
 from furlong.run import launch
 from furlong.run.launch import sized_for_gpus
+from furlong.tools.chosen_sizes import RECOMPUTED_TOKENS, chosen_sizes, engine_advice, with_chosen_sizes
 from furlong.tools.gpu_memory import DEVICES, type_bytes
-from furlong.tools.memory_plan import RECOMPUTED_TOKENS, chosen_sizes, engine_advice, plan_memory, with_chosen_sizes
+from furlong.tools.memory_plan import plan_memory
 from furlong.wiring.engine import warn_of_sharing
 
 GIB = 2**30

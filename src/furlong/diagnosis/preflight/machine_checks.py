@@ -24,9 +24,10 @@ from furlong.diagnosis.preflight.flag_checks import from_problem
 from furlong.errors import ConfigError
 from furlong.machine import MemoryUse, cpu_quota, has_amx
 from furlong.tools import memory_plan as plan
+from furlong.tools.chosen_sizes import with_chosen_sizes
 from furlong.tools.environment import environment_findings, read_environment
 from furlong.tools.gpu_memory import gpus_in_use, local_device
-from furlong.tools.memory_plan import cpu_findings, findings, host_findings, plan_memory, with_chosen_sizes
+from furlong.tools.memory_plan import cpu_findings, findings, host_findings, plan_memory
 from furlong.tracking.trackers import OPTIONAL, not_installed
 
 RAY_CONNECT_S = 3.0  # to connect to a running cluster, and for its answer
