@@ -17,10 +17,12 @@ import psutil
 
 MIB = 1 << 20
 WINDOWS = 40  # of the usages of a process; the median of each is one point
-LEAST_STEPS = 40  # of a process after its warm-up, for a slope
+# Measured steps of a process from which a slope is judged. Recorded soaks that were cut short, with and without a leak
+# added, were judged right from 1,446 on for memory (2 KB per step), and from 739 on for descriptors (one in 200 steps).
+MEMORY_STEPS, DESCRIPTOR_STEPS = 1500, 750
 MEMORY_LIMIT = 1.0  # MB per 1,000 steps; where the lower quartile is below 0, the steps were too few to tell
 KINDS = ("driver", "engine", "router", "reward worker", "other")
-NEEDED = ("driver", "engine")  # a result without these says nothing
+NEEDED = ("driver", "engine")  # of which a soak says if they were not judged
 
 
 @dataclass(frozen=True)
@@ -49,25 +51,37 @@ class Growth:
 
     kind: str
     processes: int
-    steps: int  # after warm-ups, of all processes
+    steps: int  # measured, of all processes
     memory_mb: float  # median of the last usage of each process
     descriptors: float
     memory_slope: float | None
     memory_quartiles: tuple[float, float] | None
     descriptor_slope: float | None
+    descriptor_quartiles: tuple[float, float] | None
 
     @property
     def problems(self) -> list[str]:
         """What is wrong, as text."""
         found: list[str] = []
-        if self.memory_slope is None and self.kind in NEEDED:
-            found.append(f"{self.kind}: no process lived long enough to measure its growth; use more MINUTES")
         quartiles = self.memory_quartiles
         if self.memory_slope is not None and quartiles and self.memory_slope >= MEMORY_LIMIT and quartiles[0] > 0:
             found.append(f"{self.kind}: memory grows by {self.memory_slope:.2f} MB per 1,000 steps")
-        if self.descriptor_slope is not None and self.descriptor_slope > 0:
+        if self.descriptor_slope is not None and self.descriptor_quartiles and self.descriptor_quartiles[0] > 0:
             found.append(f"{self.kind}: descriptors grow by {self.descriptor_slope:.2f} per 1,000 steps")
         return found
+
+    @property
+    def not_judged(self) -> list[str]:
+        """What the soak was too short to judge, as text."""
+        few = [
+            f"{what} (no process has {least:,} measured steps)"
+            for what, slope, least in (
+                ("memory", self.memory_slope, MEMORY_STEPS),
+                ("descriptors", self.descriptor_slope, DESCRIPTOR_STEPS),
+            )
+            if slope is None and self.kind in NEEDED
+        ]
+        return [f"{self.kind}: not judged: {' and '.join(few)}; use a larger --minutes"] if few else []
 
 
 class ProcessSampler:
@@ -147,21 +161,29 @@ def growth(usages: Iterable[Usage], *, warm_up: int) -> list[Growth]:
 
 
 def _growth_of(kind: str, processes: list[list[Usage]], warm_up: int) -> Growth:
-    warm = [second_half(points, warm_up) for points in processes]
-    warm = [points for points in warm if points and points[-1].step - points[0].step >= LEAST_STEPS]
-    memory = far_slopes([[(usage.step, usage.memory_mb) for usage in points] for points in warm])
-    descriptors = far_slopes([[(usage.step, usage.descriptors) for usage in points] for points in warm])
-    has_slope = len(memory) > 0
+    halves = [half for points in processes if (half := second_half(points, warm_up))]
+    memory, memory_quartiles = _slope(halves, "memory_mb", MEMORY_STEPS)
+    descriptors, descriptor_quartiles = _slope(halves, "descriptors", DESCRIPTOR_STEPS)
     return Growth(
         kind,
         len(processes),
-        sum(points[-1].step - points[0].step for points in warm),
+        sum(points[-1].step - points[0].step for points in halves),
         statistics.median(points[-1].memory_mb for points in processes),
         statistics.median(points[-1].descriptors for points in processes),
-        float(np.median(memory)) if has_slope else None,
-        (float(np.quantile(memory, 0.25)), float(np.quantile(memory, 0.75))) if has_slope else None,
-        float(np.median(descriptors)) if has_slope else None,
+        memory,
+        memory_quartiles,
+        descriptors,
+        descriptor_quartiles,
     )
+
+
+def _slope(halves: list[list[Usage]], what: str, least: int) -> tuple[float | None, tuple[float, float] | None]:
+    long = [points for points in halves if points[-1].step - points[0].step >= least]
+    slopes = far_slopes([[(usage.step, getattr(usage, what)) for usage in points] for points in long])
+    if not len(slopes):
+        return None, None
+    low, median, high = (float(each) for each in np.quantile(slopes, (0.25, 0.5, 0.75)))
+    return median, (low, high)
 
 
 def second_half(points: Sequence[Usage], warm_up: int) -> list[Usage]:
@@ -190,10 +212,12 @@ def growth_table(rows: Iterable[Growth]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        memory = descriptors = "not measured"
+        memory, descriptors = "not judged", "not judged"
         if row.memory_slope is not None and row.memory_quartiles is not None:
             low, high = row.memory_quartiles
-            memory, descriptors = f"{row.memory_slope:.2f} ({low:.2f} to {high:.2f})", f"{row.descriptor_slope:.2f}"
+            memory = f"{row.memory_slope:.2f} ({low:.2f} to {high:.2f})"
+        if row.descriptor_slope is not None:
+            descriptors = f"{row.descriptor_slope:.2f}"
         lines.append(
             f"| {row.kind} | {row.processes} | {row.steps:,} | {row.memory_mb:,.0f} | {memory} | "
             f"{row.descriptors:g} | {descriptors} |"
