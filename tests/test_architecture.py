@@ -74,7 +74,7 @@ BUDGET = {
     "chat": 1390,
     "cluster": 1522,
     "commands": 1902,
-    "config": 7470,
+    "config": 7474,
     "core": 4267,
     "data": 2907,
     "diagnosis": 6327,

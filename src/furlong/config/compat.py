@@ -190,6 +190,11 @@ OWN: tuple[Refusal, ...] = _rows(  # flags that furlong had, or is thought to ha
         "a run uses the GPUs that it sees, or else the CPU",
         "select GPUs with CUDA_VISIBLE_DEVICES, empty for the CPU",
     ),
+    (
+        "--precision --dtype --torch-dtype --model-dtype --mixed-precision --bf16-mode --amp",
+        "each precision is a flag",
+        "use --bf16 or --fp32, or neither: bfloat16 on CUDA, float32 on a CPU",
+    ),
     ("--dry-run --check --validate-only", "a check is another command", "run `furlong doctor` with the same flags"),
     ("--logging-steps --log-steps", "every step is logged", _OMIT),
     ("--overwrite-output-dir --overwrite", "a run does not replace another one: its folder gets a number", _OMIT),
@@ -249,7 +254,6 @@ _OTHER_NAMES = {
     "--eps-clip": "--epsilon --clip-ratio --clip-range",
     "--eps-clip-high": "--epsilon-high --clip-ratio-high",
     "--entropy-coef": "--entropy-coeff",
-    "--bf16": "--dtype --torch-dtype --mixed-precision",
     "--engine": "--use-vllm",
     "--train-backend": "--trainer --deepspeed --fsdp",
     "--lora-rank": "--use-lora --use-peft --peft --peft-config --qlora --load-in-4bit --load-in-8bit",  # not supported

@@ -82,6 +82,16 @@ def test_a_flag_like_nothing_known_points_at_the_help() -> None:
     assert problems("--qqqqqq") == ("unknown flag --qqqqqq; see `furlong train --help` for all flags",)
 
 
+@pytest.mark.parametrize(
+    "given",
+    ["--precision bf16", "--dtype bf16", "--torch-dtype bfloat16", "--model-dtype float32", "--mixed-precision bf16",
+     "--bf16-mode", "--amp"],
+)  # fmt: skip
+def test_other_flags_of_the_precision_name_the_flags_to_use(given: str) -> None:
+    (problem,) = problems(*given.split())
+    assert problem.startswith(f"{given.split()[0]} is not accepted: each precision is a flag; use --bf16 or --fp32")
+
+
 def test_all_problems_are_reported_at_once() -> None:
     found = problems(
         *("--lrr", "1", "--num-rollout", "1.5", "--kl-loss-type", "k4", "--use-tis=1", "--seed"),
