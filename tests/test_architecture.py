@@ -90,7 +90,7 @@ BUDGET = {
     "reproduce": 590,
     "rewards": 1781,
     "rollout": 5020,
-    "run": 1538,
+    "run": 1539,
     "sandboxes": 1559,
     "sessions": 3274,
     "sglang_layout": 770,

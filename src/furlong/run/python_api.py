@@ -172,7 +172,8 @@ def train(
     Without flags, the run makes one pass over the prompts, 32 per rollout, with responses of up to 512 tokens.
     Preflight, run folder and log are those of the command. If an event loop is already running, as in a notebook,
     training runs in a separate thread and this call blocks. A notebook's cell shows a table, which is updated while
-    the run is in progress.
+    the run is in progress. The global random generators of Python, NumPy and PyTorch are seeded with `seed` (1234), in
+    this process too.
 
     Raises the errors that the command reports, without the frames of furlong: ConfigError with every problem before
     anything is written, other FurlongErrors, KeyboardInterrupt after Ctrl-C, SystemExit with code 143 after SIGTERM.
