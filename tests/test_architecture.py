@@ -74,7 +74,7 @@ BUDGET = {
     "chat": 1390,
     "cluster": 1522,
     "commands": 1902,
-    "config": 7474,
+    "config": 7480,
     "core": 4267,
     "data": 2907,
     "diagnosis": 6327,

@@ -293,6 +293,33 @@ def test_a_demonstration_is_not_learned_several_times_in_a_batch(run: list[str])
     assert problems([*argv, "--rollout-function-path", "m.f"]) == []
 
 
+@pytest.mark.parametrize("critic", ["--critic-lr 1e-5", "--num-critic-only-steps 3", "--value-clip 0.3"])
+def test_demonstrations_train_no_critic(run: list[str], critic: str) -> None:
+    demonstrates = [
+        *without(run, "--rm-type", "--n-samples-per-prompt", "--global-batch-size"),
+        "--loss-type",
+        "sft_loss",
+    ]
+    for estimator in ("grpo", "ppo"):
+        [problem] = problems([*demonstrates, "--advantage-estimator", estimator, *critic.split()])
+        assert problem.startswith(critic.split()[0])
+        assert "has no effect with --loss-type sft_loss; remove" in problem
+
+
+def test_rewards_of_distillation_without_a_reward_function_do_not_pass_a_filter_for_their_spread(
+    run: list[str],
+) -> None:
+    name = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    teacher = ["--use-opd", "--opd-teacher-load", run[1], "--dynamic-sampling-filter-path"]
+    for unscored in (without(run, "--rm-type"), without(run, "--label-key")):  # the latter has nothing to compare with
+        [problem] = problems([*unscored, *teacher, name])
+        assert problem.startswith(f"--dynamic-sampling-filter-path {name} with --use-opd and without a reward")
+        assert "remove it, or add a reward, such as --rm-type math with --label-key" in problem
+        assert problems([*unscored, *teacher, f"{name}_with_fallback"]) == []
+        assert problems([*unscored, *teacher, name, "--custom-generate-function-path", "m.f"]) == []
+    assert problems([*run, *teacher, name]) == []
+
+
 def test_evaluation_sets_are_checked_one_by_one(run: list[str], tmp_path: Path) -> None:
     file = str(tmp_path / "train.jsonl")
     argv = [*run, "--eval-interval", "5", "--eval-prompt-data", "a", file]

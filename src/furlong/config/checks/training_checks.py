@@ -9,7 +9,7 @@ from typing import Any
 from furlong.catalogue import Problem
 from furlong.config.critic import FLAG as ROLES_FLAG
 from furlong.config.critic import critic_settings, role_overrides
-from furlong.config.facts import read_model_config
+from furlong.config.facts import is_unscored, read_model_config
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
 from furlong.config.teachers import function_problems, teacher_problems
@@ -170,6 +170,12 @@ def _estimator(config: Config) -> Iterator[str]:
             f"--dynamic-sampling-filter-path {filtered} with --n-samples-per-prompt 1: it keeps groups with different "
             "rewards, and with one sample per prompt rewards cannot differ; use --n-samples-per-prompt 2 or more, or "
             "remove it"
+        )
+    is_scored_elsewhere = rollout.custom_generate_function_path or rollout.rollout_function_path
+    if is_unscored(config) and filtered.endswith(STD_FILTER) and not is_scored_elsewhere:
+        yield (
+            f"--dynamic-sampling-filter-path {filtered} with --use-opd and without a reward: it keeps groups with "
+            "different rewards, and all are 0; remove it, or add a reward, such as --rm-type math with --label-key"
         )
     compares = row.baseline != "none" and algo.rewards_normalization and not config.opd.is_alone
     if compares and n == 1 and not has_custom_advantages:

@@ -9,7 +9,7 @@ from furlong.config.flag_spec import flag
 from furlong.core.algorithms import ALGORITHMS, find_algorithm
 
 _NOT_SFT = "loss_type!=sft_loss"
-_CRITIC = "advantage_estimator.has_critic"
+_CRITIC = f"{_NOT_SFT}; advantage_estimator.has_critic"
 _SHARED = "the critic shares the policy's GPUs, as in slime and Miles"
 _CLIPS = f"{_NOT_SFT}; advantage_estimator.clips or loss_type=custom_loss"
 
