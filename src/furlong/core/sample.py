@@ -257,9 +257,11 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able data, the inverse of `from_dict`. JSON values that user code has set are in `attributes`."""
-        data = {name: getattr(self, name) for name in Sample.__dataclass_fields__}
-        if attributes := {k: v for k, v in vars(self).items() if k not in data and _is_json(v)}:
-            data["attributes"] = attributes
+        data = vars(self).copy()
+        if data.keys() != Sample.__dataclass_fields__.keys():  # user code has set or deleted attributes
+            given, data = data, {name: getattr(self, name) for name in Sample.__dataclass_fields__}
+            if attributes := {k: v for k, v in given.items() if k not in data and _is_json(v)}:
+                data["attributes"] = attributes
         data["status"] = Status(self.status).value  # user code may set the text
         data["outcome"] = self.outcome and {name: getattr(self.outcome, name) for name in Outcome.__slots__}
         for name, dtype in _ARRAYS.items():

@@ -66,7 +66,7 @@ def save_samples(path: Path | str, rollout_id: int, groups: Sequence[Group], *, 
         }
         for group, name in zip(groups, names or [""] * len(groups), strict=True)
     ]
-    tensors["json"] = np.frombuffer(json.dumps({"groups": shown}).encode("ascii"), np.uint8)
+    tensors["json"] = np.frombuffer(json.dumps({"groups": shown}, check_circular=False).encode("ascii"), np.uint8)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as draft:
@@ -175,7 +175,9 @@ def _lists(flat: NDArray[Any], lengths: NDArray[Any]) -> list[list[Any] | None]:
 def _plain_sample(data: dict[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for name, value in data.items():
-        kind, default = type(value), _DEFAULTS[name]
+        if value is (default := _DEFAULTS[name]):  # most are
+            continue
+        kind = type(value)
         if kind is not type(default) or value != default:
             plain[name] = value if kind in _SCALARS else _tagged(value, f"sample {data['index']}, field {name}")
     return plain
@@ -190,7 +192,7 @@ def _tagged(value: Any, where: str) -> Any:
     if isinstance(value, tuple):
         return {"$tuple": [_tagged(each, where) for each in value]}
     if isinstance(value, dict):
-        if all(type(key) is str and not key.startswith("$") for key in value):
+        if all(type(key) is str and key[:1] != "$" for key in value):
             return {
                 key: each if type(each) in _SCALARS else _tagged(each, f"{where}[{key!r}]")
                 for key, each in value.items()
