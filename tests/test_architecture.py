@@ -89,7 +89,7 @@ BUDGET = {
     "quickstart": 350,
     "reproduce": 590,
     "rewards": 1781,
-    "rollout": 5020,
+    "rollout": 5021,
     "run": 1539,
     "sandboxes": 1559,
     "sessions": 3274,

@@ -72,9 +72,9 @@ def rollout_metrics(
     if shown.size:
         metrics["rollout/raw_reward"] = mean(float(shown.mean()), shown.size)
         metrics |= _under("rollout", _zero_std(_by_baseline(groups, reward_key) if has_roles(samples) else rewards))
-        several = [{tuple(s.tokens) for s in group.samples} for group in groups if len(group.samples) > 1]
-        if several:
-            metrics["rollout/same_response_frac"] = mean(sum(len(t) == 1 for t in several) / len(several), len(several))
+        alike = [all(s.tokens == g.samples[0].tokens for s in g.samples) for g in groups if len(g.samples) > 1]
+        if alike:
+            metrics["rollout/same_response_frac"] = mean(sum(alike) / len(alike), len(alike))
         metrics["rollout/reward_range"] = maximum(float(np.ptp(np.concatenate(rewards))))
         metrics |= _under("rollout", _suspicious(samples, reward_key))
     metrics |= _under("rollout", _outcomes(samples)) | _episode_ends(samples)

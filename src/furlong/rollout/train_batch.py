@@ -154,11 +154,12 @@ def _normalized(raw: NDArray[np.float64], samples: Sequence[Sample], conversion:
         rewards[scored] = raw[scored]
         return rewards
     kept = [samples[i] for i in scored]
+    roles = has_roles(kept)
     rewards[scored] = training_rewards(
         conversion.algo,
         raw[scored],
-        group_ids_N=_numbered([(_required_id(s.group_index), _compared(s)) for s in kept]),
-        rollout_ids_N=_numbered([(_rollout_key(s), role_of(s)) for s in kept]),
+        group_ids_N=_numbered([(_required_id(s.group_index), roles and _compared(s)) for s in kept]),
+        rollout_ids_N=_numbered([(_rollout_key(s), roles and role_of(s)) for s in kept]),
         response_lengths_N=np.array([s.response_length for s in kept], np.int64),
         max_response_len=conversion.rollout.rollout_max_response_len or 0,
     )
