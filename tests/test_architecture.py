@@ -88,7 +88,7 @@ BUDGET = {
     "quantization": 1261,
     "quickstart": 350,
     "reproduce": 590,
-    "rewards": 1781,
+    "rewards": 1783,
     "rollout": 5021,
     "run": 1539,
     "sandboxes": 1559,

@@ -112,7 +112,8 @@ class GroupReward:
         jobs = [(rows, self._by_function(path, [group[i] for i in rows])) for path, rows in by_function.items()]
         if by_verifier:
             jobs.append((by_verifier, self._by_verifier([group[i] for i in by_verifier])))
-        for (rows, _), answers in zip(jobs, await asyncio.gather(*(job for _, job in jobs)), strict=True):
+        scored = [await jobs[0][1]] if len(jobs) == 1 else await asyncio.gather(*(job for _, job in jobs))
+        for (rows, _), answers in zip(jobs, scored, strict=True):
             for i, outcome in zip(rows, answers, strict=True):
                 outcomes[i] = outcome
         return [outcome for outcome in outcomes if outcome is not None]
@@ -182,7 +183,8 @@ class GroupReward:
             outcomes.append(None if value is None else Outcome.scored(value))
             if value is None:
                 pending.append((i, self._score_slow(verifier, sample, response)))
-        for (i, _), outcome in zip(pending, await asyncio.gather(*(job for _, job in pending)), strict=True):
+        slow = await asyncio.gather(*(job for _, job in pending)) if pending else []
+        for (i, _), outcome in zip(pending, slow, strict=True):
             outcomes[i] = outcome
         return [outcome for outcome in outcomes if outcome is not None]
 
