@@ -16,7 +16,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
@@ -240,6 +239,9 @@ class TensorBoardTracker:
         folder.mkdir(parents=True, exist_ok=True)
         self._is_resumed = any(folder.glob("events.out.tfevents.*"))
         name = f"events.out.tfevents.{time.time_ns() // 1000}.{socket.gethostname()}.{os.getpid()}"
+        # of its record writer, whose package takes 0.2 s to import
+        checksums: Any = importlib.import_module("tensorboard.compat.tensorflow_stub.pywrap_tensorflow")
+        self._masked_crc32c: Callable[[bytes], int] = checksums.masked_crc32c
         self._file: BinaryIO = (folder / name).open("xb", buffering=0)
         self._write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
 
@@ -269,27 +271,8 @@ class TensorBoardTracker:
     def _write(self, event: Any) -> None:
         data: bytes = event.SerializeToString()
         length = struct.pack("<Q", len(data))
-        checks = [struct.pack("<I", _masked_crc32c(part)) for part in (length, data)]
+        checks = [struct.pack("<I", self._masked_crc32c(part)) for part in (length, data)]
         self._file.write(length + checks[0] + data + checks[1])
-
-
-@cache
-def _crc32c_table() -> list[int]:
-    table: list[int] = []
-    for value in range(256):
-        for _ in range(8):
-            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
-        table.append(value)
-    return table
-
-
-def _masked_crc32c(data: bytes) -> int:
-    """Return the checksum of a TFRecord. TensorBoard has one, in a package that takes 0.1 s to import."""
-    table, crc = _crc32c_table(), 0xFFFFFFFF
-    for byte in data:
-        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _markdown(value: Any) -> bytes:
