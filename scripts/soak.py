@@ -384,7 +384,7 @@ def report(run: SoakRun, faults: Sequence[Fault], warm_up: int) -> list[str]:
         print(f"| {kind} | {count} | {survived[kind]} | {longest[kind]:.1f} |")
     rows = growth(run.sampler.usages, warm_up=warm_up)
     print("\n" + "\n".join(growth_table(rows)))
-    print("\n".join(line for row in rows for line in ("", *row.not_judged)))
+    print("\n".join(["", *(line for row in rows for line in row.not_judged)]))
     return [problem for row in rows for problem in row.problems]
 
 
