@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,16 +116,20 @@ class CustomReward:
             elif place == 2 and [*parameters][:2] == ["response", "label"]:
                 value = sample.metadata  # the third parameter of a verifier, whatever its name
             else:
-                hint = did_you_mean(name, columns)[1] or "name one of them"
-                raise RewardError(
-                    f"the reward function {self.name} has the parameter {name}, which is none of {', '.join(columns)}; "
-                    f"{hint}, or give the parameter a default"
-                )
+                raise self._unknown(name, columns)
             if parameter.kind in _POSITIONAL:
                 positional.append(value)
             elif parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 keywords[name] = value
         return positional, keywords
+
+    def _unknown(self, name: str, columns: Iterable[str]) -> RewardError:
+        known = [*columns]
+        hint = did_you_mean(name, known)[1] or "name one of them"
+        return RewardError(
+            f"the reward function {self.name} has the parameter {name}, which is none of {', '.join(known)}; "
+            f"{hint}, or give the parameter a default"
+        )
 
     def _outcomes(self, value: Any, num_samples: int) -> list[Outcome]:
         outcomes = outcomes_from_list(value, num_samples) if self.is_of_group else [outcome_from_value(value)]
@@ -147,6 +151,10 @@ class CustomReward:
             for s, prompt in zip(samples, prompts, strict=True)
         ]
         columns["completion_ids"] = [s.tokens[s.prompt_length :] for s in samples]
+        for name, parameter in inspect.signature(self.call).parameters.items():
+            is_variadic = parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+            if name not in columns and not is_variadic and parameter.default is inspect.Parameter.empty:
+                raise self._unknown(name, columns)
         return {name: column for name, column in columns.items() if self.accepts is None or name in self.accepts}
 
 

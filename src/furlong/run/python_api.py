@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import signal
@@ -19,7 +20,7 @@ from furlong.config.sections import Config
 from furlong.errors import ConfigError, FurlongError
 from furlong.run.folder import run_folder
 from furlong.run.launch import Interrupt, check_before_run, run_in_folder
-from furlong.run.python_arguments import Environments, Rewards, Rows, in_keywords, resolve_call
+from furlong.run.python_arguments import Environments, Rewards, Rows, in_keywords, resolve_call, text_in_keywords
 from furlong.run.signals import EXIT_CODES
 from furlong.tools.run_diff import summarize
 from furlong.tracking.run_files import EVENTS, METRICS, read_flags, read_intact_rows
@@ -35,12 +36,16 @@ _EXIT_CODES = {f"by {reason}": code for reason, code in EXIT_CODES.items()}
 class Run:
     """A run's folder, read again at every access: finished, failed or still running.
 
+    Raises ConfigError if the folder does not exist.
+
     >>> Run("outputs/quickstart").rows[-1]["eval/held_out"]  # doctest: +SKIP
     0.97
     """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise ConfigError(f"{self.folder}: no such directory; give the folder of a run (`output_dir`)")
 
     @property
     def model_path(self) -> Path:
@@ -191,7 +196,12 @@ def train(
             eval_data=eval_data,
             flags=flags,
         )
-        findings = _outside_of_loop(lambda: check_before_run(resolved, problems))
+        findings = [
+            dataclasses.replace(
+                each, **{part: text_in_keywords(getattr(each, part)) for part in ("finding", "cause", "remedy")}
+            )
+            for each in _outside_of_loop(lambda: check_before_run(resolved, problems))
+        ]
         folder, interrupt = run_folder(resolved), Interrupt()
 
         def start() -> int:

@@ -41,6 +41,7 @@ _COLUMNS = {
 
 _ARGUMENTS = {"hf_checkpoint": "model", "custom_rm_path": "reward"}  # arguments with another name than their flag
 _FLAGS = re.compile(r"`\w[^`]*`|--[a-z][a-z0-9-]*")  # commands, which stay, and flags
+_REWARD_TEST = re.compile(r"(;|, and try| with) `furlong reward test` (with|and) the same flags( \w+)*")
 
 _MISSING = {
     "--hf-checkpoint is missing": "model is missing; give a model folder, or the name of a model on the Hub",
@@ -62,9 +63,14 @@ def _keywords() -> dict[str, str]:
     return names
 
 
+def text_in_keywords(text: str) -> str:
+    """Return a message with keyword arguments instead of flags, and without a command that cannot call objects."""
+    return _FLAGS.sub(lambda found: _keywords().get(found[0], found[0]), _REWARD_TEST.sub("", text))
+
+
 def in_keywords(error: E) -> E:
     """Return the error, which then names keyword arguments instead of flags."""
-    error.args = tuple(_FLAGS.sub(lambda found: _keywords().get(found[0], found[0]), str(each)) for each in error.args)
+    error.args = tuple(text_in_keywords(str(each)) for each in error.args)
     if isinstance(error, ConfigError):
         error.problems = error.args
     return error
@@ -212,6 +218,10 @@ def _data_path(call: Call, data: Rows, name: str) -> str:
     elif isinstance(rows, Iterator):
         rows = list(cast("Iterator[Any]", rows))
     first = next(iter(rows), None)
+    for key, value in first.items() if isinstance(first, Mapping) else ():
+        if type(value).__module__.startswith("PIL."):
+            fix = f"models are text-only; remove it, as in DATA.remove_columns({key!r})"
+            raise ConfigError(f"{name} has images in the column {key!r}; {fix}")
     if not isinstance(first, Mapping):
         problem = "has no rows" if first is None else f"has the row {shortened(first)}"
         fix = "give a list of dicts such as {'prompt': '1+1=', 'label': '2'}"

@@ -57,9 +57,13 @@ def test_a_column_of_verls_rows_is_its_extra_info():
 
 
 def test_a_parameter_without_a_value_fails_the_sample_and_is_named():
-    outcome = score(lambda response, answer: 1.0)
-    assert outcome.kind == "failed"
-    assert "has the parameter answer, which is none of carry, data_source, prompt, response" in outcome.reason
+    for function, columns in (
+        (lambda response, answer: 1.0, "carry, data_source, prompt, response"),
+        (lambda completions, answer, **columns: [1.0], "carry, data_source, label, prompts, completions"),
+    ):
+        outcome = score(function)
+        assert outcome.kind == "failed"
+        assert f"has the parameter answer, which is none of {columns}" in outcome.reason
 
 
 def test_the_columns_of_prompt_and_label_have_their_own_names_too():

@@ -95,6 +95,10 @@ def test_messages_and_data_frames_are_rows(model):
         ({"prompt_data": []}, "prompt_data has no rows; give a list of dicts"),
         ({"prompt_data": {"prompt": ["1+1="], "label": ["2"]}}, "is a dict of columns; give pandas.DataFrame(DATA)"),
         ({"prompt_data": {"train": ROWS[0]}}, "is a dict of splits; give one of them, as in DATA['train']"),
+        (
+            {"prompt_data": [ROWS[0] | {"image": type("Image", (), {"__module__": "PIL.Image"})()}]},
+            "models are text-only",
+        ),
         ({"prompt_data": ["1+1="]}, "prompt_data has the row '1+1='"),
         ({"eval_data": {"a": [1]}}, "eval_a has the row 1"),
         ({"learning_rate": 1.0}, "unknown key learning_rate"),
@@ -126,6 +130,13 @@ def test_a_mistake_is_an_error_that_names_it(model, arguments, words, tmp_path, 
 def test_errors_name_keywords_and_leave_commands_and_other_flags():
     error = in_keywords(furlong.ConfigError("--use-opd with --no-offload-train, see `furlong doctor --lr`, --hsts"))
     assert error.problems == ("`use_opd=True` with `offload_train=False`, see `furlong doctor --lr`, --hsts",)
+    error = in_keywords(furlong.ConfigError("fix it; `furlong reward test` with the same flags calls it; then --lr"))
+    assert error.problems == ("fix it; then `lr`",)
+
+
+def test_a_run_is_a_folder_that_exists(tmp_path):
+    with pytest.raises(furlong.ConfigError, match=r"outputs: no such directory; give the folder of a run"):
+        furlong.Run(tmp_path / "outputs")
 
 
 def test_an_evaluation_set_has_its_own_columns_and_a_default_folder_is_free(model, tmp_path, monkeypatch):
