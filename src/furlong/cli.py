@@ -16,6 +16,7 @@ from furlong.core.text import did_you_mean, redact_credentials
 from furlong.errors import ConfigError, EndedBySignal, FurlongError
 
 TRAIN_ELSEWHERE = ("run", "start", "launch", "fit", "grpo", "ppo", "sft", "rl", "finetune")  # names of such commands
+SERVE_ELSEWHERE = ("chat", "generate", "infer", "inference", "predict")
 SLIMES_DEFAULTS = {"lr_decay_style": "linear"}  # Megatron's, where furlong has others
 
 
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _, hint = did_you_mean(words[0], COMMANDS)
         if words[0].startswith("-") or words[0] in TRAIN_ELSEWHERE:
             hint = f"did you mean furlong train{f' {words[0]} ...' if words[0].startswith('-') else ''}?"
+        if words[0] in SERVE_ELSEWHERE:
+            hint = "did you mean furlong serve?"
         print(
             f"furlong has no command {words[0]}; {f'{hint} ' if hint else ''}`furlong --help` lists all",
             file=sys.stderr,

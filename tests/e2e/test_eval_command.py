@@ -190,6 +190,7 @@ def _num_lines(path: Path) -> int:
     ("words", "text"),
     [
         ([], "nothing to evaluate"),
+        (["--data", "sums.jsonl"], "use --prompt-data"),
         (["absent.jsonl"], "no file"),
         (["absent.py:Thing"], "absent"),
         (["episodes:0"], "episodes"),

@@ -109,6 +109,7 @@ def _evaluate(target: str | None, options: argparse.Namespace, flags: list[str])
 def _sets(
     target: str | None, options: argparse.Namespace, flags: list[str], *, has_endpoint: bool
 ) -> tuple[Config, list[EvalSpec]]:
+    from furlong.catalogue import NO_EFFECT
     from furlong.config.command_line import examine
     from furlong.config.environment_specs import parse_environments
     from furlong.config.evaluation import eval_specs
@@ -128,8 +129,9 @@ def _sets(
         data = named[0].prompt_data or f"episodes:{options.num_tasks or DEFAULT_TASKS}"
     if data is None and not (config.eval.eval_prompt_data or config.eval.eval_config):
         raise ConfigError(
+            *(problem for problem in problems if problem.row == NO_EFFECT),  # such as unknown flags
             "there is nothing to evaluate; name a data file, a task or an environment, such as `furlong eval "
-            "problems.jsonl --hf-checkpoint MODEL --rm-type math`"
+            "problems.jsonl --hf-checkpoint MODEL --rm-type math`",
         )
     if data is not None:
         name = named[0].name if named else set_name(data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -243,6 +244,10 @@ def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> tuple[FlagValue
     negated = {spec.flag.replace("--", "--no-", 1): spec for spec in specs.values() if spec.kind == "tristate"}
     read = FlagValues()
     paths: dict[str, list[str]] = {CONFIG_FLAG: [], OVERRIDE_FLAG: []}
+    if any(word.endswith("\r") for word in argv):
+        read.is_unread = "\r" in argv  # the lines after a backslash are not part of the command
+        read.problems.append("the script has Windows line endings; remove them: `sed -i 's/\\r$//' SCRIPT`")
+        argv = [word.removesuffix("\r") for word in argv if word != "\r"]
     words, tied = list(argv), list[tuple[str, FlagSpec]]()
     while words:
         word = words.pop(0)
@@ -267,11 +272,16 @@ def _scan(argv: Sequence[str], specs: Mapping[str, FlagSpec]) -> tuple[FlagValue
             _refuse_unknown(read, name, [*by_flag, *negated, *paths])
             _take_values(words, len(words))  # the values of the unknown flag
         else:
-            before = next(
-                (each for each in reversed(argv[: len(argv) - len(words) - 1]) if looks_like_a_flag(each)), ""
-            )
+            so_far = argv[: len(argv) - len(words) - 1]
+            last = max((i for i, each in enumerate(so_far) if looks_like_a_flag(each)), default=len(so_far))
+            before = "".join(so_far[last : last + 1])
+            path = " ".join([*so_far[last + 1 :], word, *_take_values(list(words), len(words))])
+            if " " in path and before and os.path.exists(path.partition("@[")[0]):
+                read.refuse(before, f"unexpected word {word!r}: the path has spaces; write {before} '{path}'")
+                _take_values(words, len(words))
+                continue
             read.problems.append(_unexpected(word, words, [*by_flag, *negated, *paths], before))
-            read.is_unread |= word.endswith(YAML_FILES)
+            read.is_unread |= word.endswith(YAML_FILES) or word.startswith((" ", "\\"))
     for given, spec in tied:
         own = str(read.values.get(spec.field, spec.default))
         if given.split()[1:] != [own]:
@@ -333,7 +343,8 @@ def _unexpected(word: str, words: list[str], known: Sequence[str], before: str) 
     """
     if not word:
         return "unexpected word '', perhaps an unset shell variable; set it, or remove the word"
-    if not word.strip("\\ \t\r\n\xa0"):
+    if not (rest := word.strip("\\ \t\r\n\xa0")) or rest[0] == "#":
+        _take_values(words, len(words) if rest else 0)
         return f"unexpected word {word!r}: a backslash continues a line only at its end; delete what follows it"
     if (plain := word.translate(TYPOGRAPHIC).strip("'\"")) != word.strip("'\""):
         _take_values(words, len(words))
@@ -346,6 +357,11 @@ def _unexpected(word: str, words: list[str], known: Sequence[str], before: str) 
     if hint and (equals or not word[0].isalnum() or dashed in known):
         given = " ".join([value] if equals else _take_values(words, 1))
         return f"unexpected word {word!r}: flags begin with two dashes; {hint.rstrip('?')} {given}".rstrip() + "?"
+    last = "--" + key.rpartition(".")[2].lower().replace("_", "-")
+    if "." in key and equals and (refusal := find_refusal(last)) is not None:
+        return refusal.message(word)
+    if "." in key and equals and (flag := FURLONG_NAMES.get(last, last)) in known:
+        return f"{word}: settings of other programs are not read; use {flag}"
     if "." in key and equals:
         return f"unexpected word {word!r}: settings of other programs are not read; see `furlong train --help`"
     if before == "--prompt-data":

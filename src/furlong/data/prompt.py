@@ -327,7 +327,8 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
                 f"(with `jq -c '{'.[]' if shown == '[' else '.'}'`)",
                 "syntax",
             ) from error
-        raise _BadRowError(f"not JSON ({error}): {shown!r}", "syntax") from error
+        fix = "; write rows with json.dumps, in double quotes" if shown.startswith("{'") else ""
+        raise _BadRowError(f"not JSON ({error}): {shown!r}{fix}", "syntax") from error
     if not isinstance(values, dict):
         raise _BadRowError(
             f"a {type(values).__name__}, not an object of columns; write one object per line (with `jq -c '.[]'`)",
@@ -403,6 +404,9 @@ def message_problem(value: Any) -> str | None:
         if isinstance(content, str) or (content is None and fields.get("tool_calls")):
             continue
         if isinstance(content, list) and content and all(_is_part(part) for part in cast("list[Any]", content)):
+            kinds = [part["type"] for part in cast("list[Any]", content)]
+            if media := [kind for kind in kinds if any(word in kind for word in ("image", "audio", "video"))]:
+                return f"message {i} ({role}) has a part of type {media[0]}; models are text-only: remove such rows"
             continue
         return f"message {i} ({role}) has content {_shown(content)}; content must be a string or a list of typed parts"
     return None

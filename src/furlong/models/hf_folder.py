@@ -45,7 +45,7 @@ def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool =
     present = sorted(p.name for p in folder.iterdir())
     for names in needed:
         if not any(name in present for name in names):
-            close = difflib.get_close_matches(names[0], present, n=2, cutoff=0.5)
+            close = difflib.get_close_matches(names[0], present, n=2, cutoff=0.8)
             hint = (
                 f"; closest match: {', '.join(close)}"
                 if close
@@ -72,6 +72,11 @@ def _remedy(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:
         return (
             f"{pickled} is a pickle, which is not loaded; convert it to safetensors once: "
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
+    if missing == TOKENIZER_FILES:
+        return (
+            "It has no tokenizer; copy that of the model it was trained from: "
+            f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(folder)!r})"
         )
     if "ledger.jsonl" in present:
         return "It is a run directory, not a model; --save-hf writes model folders"

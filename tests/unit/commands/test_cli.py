@@ -88,6 +88,7 @@ def test_misspelt_command_gets_the_right_one(capsys):
 def test_what_other_programs_call_their_command_gets_furlongs(capsys):
     for words, fix in (
         (["run"], "did you mean furlong train?"),
+        (["chat"], "did you mean furlong serve?"),
         (["--lr", "1e-5"], "did you mean furlong train --lr ...?"),
         (["frobnicate"], "no command frobnicate; `furlong --help` lists all"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,17 @@ MISTAKES = [
     ("--logging-steps 10", "remove it"),
     ("--save-total-limit 3", "use --keep-checkpoints"),
     ("--verbose", "use --log-level"),
+    ("--actor_learning_rate 5e-7", "use --lr"),
+    ("--vllm_num_engines 2", "use --rollout-num-gpus"),
+    ("--num_episodes 1", "use --num-epoch"),
+    ("--packing_samples", "sequences are packed"),
+    ("--max_samples 1000", "write 'FILE@[:N]'"),
+    ("--load_checkpoint", "use --load"),
     ("--system-prompt 'Think.'", "as a message with the role system"),
     ("trainer.val_before_train=True", "use --skip-eval-before-train for False"),
+    ("critic.optim.ppo_epochs=2", "split it with --num-steps-per-rollout"),
+    ("actor_rollout_ref.actor.optim.lr_warmup_iters=2", "use --lr-warmup-iters"),
+    ("actor_rollout_ref.rollout.enforce_eager=True", "an option of vLLM"),
     ("actor_rollout_ref.rollout.val_kwargs.n=4", "use --n-samples-per-eval-prompt"),
     # words that a shell or an editor changed, or that stand alone
     ("run.yaml", "did you mean --config run.yaml?"),
@@ -51,6 +61,10 @@ MISTAKES = [
     ("--prompt-data gsm8k", "or write OWNER/NAME:SPLIT for a data set on the Hub"),
     ("''", "an unset shell variable"),
     ("' '", "delete what follows it"),
+    ("'\r'", "sed -i 's/\\r$//' SCRIPT"),
+    ("' #' the tiny one", "delete what follows it"),
+    ("--prompt-data my data.jsonl", "write --prompt-data 'my data.jsonl'"),
+    ("--hf-checkpoint bare", "AutoTokenizer.from_pretrained(MODEL).save_pretrained('bare')"),
     ("“--lr” 1e-4", "write --lr"),
     ("--lr\u00a01e-5", "write --lr 1e-5"),
     ("--hf-checkpoint=~/qwen", "write the whole path"),
@@ -65,6 +79,7 @@ MISTAKES = [
     ("--lr -1e-5", "use a value of at least 0"),
     ("--lr 1e5", "at least 0 and at most 10"),
     ("--num-rollout 1e3", "write 1000"),
+    ("--rollout-batch-size 0", "missing, or 0"),
     ("--num-rollout 1,000", "write 1000"),
     ("--rollout-max-response-len 8k", "write 8000"),
     ("--num-rollout ten", "expected an integer"),
@@ -113,6 +128,8 @@ def test_each_mistake_has_one_message_with_the_remedy(
     monkeypatch.chdir(tmp_path)
     Path("model").symlink_to(model)
     write_prompts(Path("prompts.jsonl"), 8)
+    write_prompts(Path("my data.jsonl"), 8)
+    shutil.copytree(model, "bare", ignore=shutil.ignore_patterns("token*"))
     Path("shards").mkdir()
     Path("shards/0.parquet").touch()
     Path("table.csv").write_text("input,label\n1,1\n")

@@ -35,6 +35,8 @@ def test_flags_that_ask_for_something_else_have_one_line_and_others_none():
         ([*MEGATRON, "--attention-backend", "flash", "--context-parallel-size", "2"], True),
         ([*MEGATRON, "--attention-backend", "flash"], False),
         (["--ref-load", "elsewhere"], True),
+        (["--num-epoch", "1", "--num-rollout", "2"], True),
+        (["--num-epoch", "1"], False),
         (["--ref-load", "elsewhere", "--use-kl-loss"], False),
     ):
         assert len(list(notices(parse(words).config))) == is_noticed, words

@@ -118,6 +118,7 @@ def test_negative_slices_need_a_table(tmp_path: Path) -> None:
 
 BAD_ROWS = [
     ('{"input": "a", "label": ', "not JSON"),
+    ("{'input': 'a'}", r"write rows with json\.dumps"),
     ("[1, 2]", "a list, not an object"),
     ({"inptu": "a", "label": "1"}, r"no key 'input'; the row has \['inptu', 'label'\]; the closest is 'inptu'"),
     ({"input": "a", "answer": "1"}, "no key 'label'.*--label-key"),
@@ -293,6 +294,7 @@ def test_message_lists_are_checked() -> None:
         ([{"role": "user"}], "has content nothing"),
         ([{"role": "user", "content": "x"}, {"role": "user", "content": 3}], r"message 1 \(user\) has content int 3"),
         ([{"role": "user", "content": ["x"]}], "typed parts"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}], "models are text-only"),
     ]:
         problem = message_problem(value)
         if expected is None:

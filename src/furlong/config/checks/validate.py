@@ -131,7 +131,7 @@ def _required(config: Config) -> Problems:
     elif problem := model_problem("--hf-checkpoint", rollout.hf_checkpoint):
         yield Problem(problem, "CKPT07")
     if not data.rollout_batch_size:
-        yield "--rollout-batch-size is missing; give the number of prompts per rollout"
+        yield "--rollout-batch-size is missing, or 0; give the number of prompts per rollout"
     if data.num_rollout is None and data.num_epoch is None:
         yield "--num-rollout and --num-epoch are missing: the length of the run is not set; give one of them"
     has_data = data.data_source_path or not data.rollout_global_dataset or config.debug.load_debug_rollout_data
@@ -331,7 +331,9 @@ def notices(config: Config) -> Problems:
     for spec in specs:
         if spec.instead and spec.is_set(config):
             yield f"{spec.with_value(config)} has no effect: {spec.instead}"
-    train = config.train
+    train, data = config.train, config.data
+    if data.num_epoch is not None and data.num_rollout is not None:
+        yield f"--num-epoch {data.num_epoch} has no effect: --num-rollout {data.num_rollout} sets the length of the run"
     if config.moe.moe_token_dispatcher_type == "flex":
         yield "--moe-token-dispatcher-type flex: tokens are sent as with alltoall"
     if train.sequence_parallel and train.tensor_model_parallel_size == 1:
