@@ -30,7 +30,10 @@ def test_metrics_are_a_frame_with_a_row_per_step(run, monkeypatch):
     assert list(frame.index) == [0, 1]
     assert frame.loc[1, "rollout/raw_reward"] == 0.25
     assert frame["train/loss"].isna().all()
-    assert len(Run(run.folder / "none").frame()) == 0
+    (run.folder / "empty").mkdir()
+    assert len(Run(run.folder / "empty").frame()) == 0
+    with pytest.raises(ConfigError, match="none: no such directory; give the folder of a run"):
+        Run(run.folder / "none")
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert run.metrics == run.rows
     assert run.rows[1] == {"step": 1, "rollout/raw_reward": 0.25, "train/loss": None}
