@@ -15,7 +15,7 @@ RUN apt-get update \
 WORKDIR /opt/furlong
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
-# pyproject.toml has the versions. A smaller image, without CUDA's libraries: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# pyproject.toml has the versions. Without CUDA's libraries, most of 7 GB: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG TORCH_INDEX=""
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ".[ray]"

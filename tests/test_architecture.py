@@ -96,7 +96,7 @@ BUDGET = {
     "sglang_layout": 770,
     "slime_api": 1048,
     "tools": 3837,
-    "tracking": 1149,
+    "tracking": 1132,
     "training": 9637,
     "transfer": 710,
     "view": 1533,
