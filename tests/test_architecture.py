@@ -98,7 +98,7 @@ BUDGET = {
     "tools": 3837,
     "tracking": 1132,
     "training": 9637,
-    "transfer": 710,
+    "transfer": 726,
     "view": 1533,
     "weight_sync": 1987,
     "wiring": 2030,
