@@ -18,7 +18,7 @@ T = TypeVar("T")
 EXIT_S = 5.0  # the program waits at its end, in total
 _running: set[threading.Event] = set()  # of the calls; set when a call has ended
 _Inbox = queue.SimpleQueue[Callable[[], Callable[[], None]]]
-_idle: queue.SimpleQueue[_Inbox] = queue.SimpleQueue()  # of threads that wait for a call
+_idle: list[_Inbox] = []  # of threads that wait for a call
 
 
 def in_thread(work: Callable[[], T], name: str = "furlong-sync") -> asyncio.Future[T]:
@@ -58,8 +58,8 @@ def in_thread(work: Callable[[], T], name: str = "furlong-sync") -> asyncio.Futu
     ended = threading.Event()
     _running.add(ended)
     try:
-        inbox = _idle.get_nowait()
-    except queue.Empty:
+        inbox = _idle.pop()
+    except IndexError:
         inbox = _Inbox()
         threading.Thread(target=_serve, args=(inbox,), name=name, daemon=True).start()
     inbox.put(run)
@@ -73,7 +73,7 @@ def _serve(inbox: _Inbox) -> None:
 
 def _call(run: Callable[[], Callable[[], None]], inbox: _Inbox) -> None:
     tell = run()
-    _idle.put(inbox)  # first, as who is told may call again
+    _idle.append(inbox)  # first, as who is told may call again
     tell()
 
 
