@@ -73,7 +73,7 @@ def _serve(inbox: _Inbox) -> None:
 
 def _call(run: Callable[[], Callable[[], None]], inbox: _Inbox) -> None:
     tell = run()
-    _idle.append(inbox)  # first, as who is told may call again
+    _idle.append(inbox)  # before `tell`, so that the next call finds this thread
     tell()
 
 
