@@ -75,7 +75,7 @@ BUDGET = {
     "cluster": 1522,
     "commands": 1904,
     "config": 7523,
-    "core": 4269,
+    "core": 4288,
     "data": 2911,
     "diagnosis": 6327,
     "environments": 1200,

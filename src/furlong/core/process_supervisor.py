@@ -3,7 +3,8 @@
 Run as a script, without furlong or site-packages: `python -I -S process_supervisor.py SPEC`. SPEC is JSON of
 `supervised_process.Supervisor`. The command inherits stdin, stdout, stderr and the environment. The descriptor
 `control` is a pipe whose end ends the command. The descriptor `report` gets one line of JSON when all processes have
-ended. The directory `deletes` is deleted then. Orphans are adopted and killed one by one; nothing is isolated.
+ended. TMPDIR, made in the directory `temporary`, is deleted then. Orphans are adopted and killed one by one; nothing
+is isolated.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _KILLED_WITHIN_S = 5.0
 _IS_LINUX = sys.platform == "linux"
 
 
-def main(spec: dict[str, Any]) -> None:
-    """Supervise the command of `spec` until all its processes have ended."""
+def _supervise(spec: dict[str, Any]) -> None:
+    """Run the command of `spec` until all its processes have ended."""
     if _IS_LINUX:
         _prctl(_SUBREAPER, 1)
     wake, signaled = os.pipe()
@@ -40,7 +41,7 @@ def main(spec: dict[str, Any]) -> None:
             spec["command"], cwd=spec["directory"], start_new_session=True, preexec_fn=_limiter(spec["limits"])
         )
     except (OSError, subprocess.SubprocessError) as error:
-        _write(spec["report"], {"code": None, "reason": f"the command cannot be started: {error}", "left": 0})
+        _write(spec["report"], {"code": None, "reason": f"the command cannot be started: {error}", "fault": ""})
         return
     null = os.open(os.devnull, os.O_RDWR)  # the end of the command's pipes is that of its processes
     for number in (0, 1, 2):
@@ -49,7 +50,9 @@ def main(spec: dict[str, Any]) -> None:
         code, reason = _watch(spec, child, wake)
     except Exception as error:  # noqa: BLE001  stderr is closed: the report says it
         code, reason = None, f"its supervisor failed: {type(error).__name__}: {error}"
-    _write(spec["report"], {"code": code, "reason": reason, "left": _kill_descendants(child)})
+    left = _kill_descendants(child)
+    fault = f"{left} processes of a command could not be killed; end them, or run it in Docker" if left else ""
+    _write(spec["report"], {"code": code, "reason": reason, "fault": fault})
 
 
 def _watch(spec: dict[str, Any], child: subprocess.Popen[bytes], wake: int) -> tuple[int | None, str]:
@@ -198,9 +201,24 @@ def delete_tree(root: str) -> None:
     os.rmdir(root)
 
 
-if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    main(given)
-    if given["deletes"]:
+def main(spec: dict[str, Any]) -> None:
+    """Supervise the command of `spec`, with a TMPDIR of its own if it names a place for one."""
+    if not spec["temporary"]:
+        _supervise(spec)
+        return
+    folder = f"{spec['temporary']}/furlong-{os.urandom(8).hex()}"
+    try:
+        os.mkdir(folder, 0o700)
+    except OSError as error:
+        _write(spec["report"], {"code": None, "reason": "", "fault": f"a command's TMPDIR cannot be made: {error}"})
+        return
+    os.environ["TMPDIR"] = folder
+    try:
+        _supervise(spec)
+    finally:
         with contextlib.suppress(OSError):  # nobody reads this process's stderr any more
-            delete_tree(given["deletes"])
+            delete_tree(folder)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -75,16 +75,17 @@ async def run_supervised(
     limits: ProcessLimits | None = None,
     timeout_s: float | None = None,
     output_bytes: int = MAX_OUTPUT,
-    deletes: str | None = None,
+    temporary: str | None = None,
 ) -> Ended:
     """Run a command to its end, or for `timeout_s`; all processes that it started have ended when this returns.
 
-    output_bytes: of stdout, and of stderr, are kept, from the end. deletes: directory that the supervisor deletes at
-    the end, also after a kill of this process. A cancellation ends the processes, too.
+    output_bytes: of stdout, and of stderr, are kept, from the end. temporary: directory in which the supervisor makes
+    the command's TMPDIR, which it deletes at the end, also after a kill of this process. A cancellation ends the
+    processes, too.
     Raises InfraError if the machine cannot start the supervisor, or if a process is left.
     """
     supervisor = await Supervisor.start(
-        command, directory=directory, environment=environment, limits=limits, deletes=deletes
+        command, directory=directory, environment=environment, limits=limits, temporary=temporary
     )
     process = supervisor.process
     streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]
@@ -134,7 +135,7 @@ class Supervisor:
         environment: Mapping[str, str],
         limits: ProcessLimits | None = None,
         pipes_stderr: bool = True,
-        deletes: str | None = None,
+        temporary: str | None = None,
     ) -> Supervisor:
         """Start a command. Its stderr is that of this process without `pipes_stderr`.
 
@@ -146,7 +147,7 @@ class Supervisor:
             "command": list(command),
             "directory": directory,
             "limits": asdict(limits or ProcessLimits()),
-            "deletes": deletes,
+            "temporary": temporary,
             "control": control,
             "report": report_end,
         }
@@ -199,7 +200,7 @@ class Supervisor:
     def take_report(self) -> Mapping[str, Any]:
         """Return the end of the command, once the supervisor has ended.
 
-        Kills what is left if the command has killed its supervisor. Raises InfraError if a process cannot be killed.
+        Kills what is left if the command has killed its supervisor. Raises InfraError for a fault of the machine.
         """
         os.set_blocking(self._report, False)
         text = b""
@@ -209,8 +210,8 @@ class Supervisor:
             self.kill_marked()
             return {"code": None, "reason": "its supervisor was killed"}
         end: dict[str, Any] = json.loads(text)
-        if end["left"]:
-            raise InfraError(f"{end['left']} processes of a command could not be killed; end them, or run it in Docker")
+        if end["fault"]:
+            raise InfraError(end["fault"])
         return end
 
     def close(self) -> None:

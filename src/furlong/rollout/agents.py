@@ -217,14 +217,13 @@ async def run_command(command: str, task: str, variables: Mapping[str, str], lim
     Raises RolloutError if it exits with another code than 0 or exceeds a limit, InfraError if a signal from outside
     (the out-of-memory killer, a scheduler, a person) ends it.
     """
-    folder = tempfile.mkdtemp(prefix="furlong-agent-")
     ended = await run_supervised(
         ["/bin/sh", "-c", command],
         stdin=task.encode() + b"\n",
         directory=os.getcwd(),
-        environment={**variables, "TMPDIR": folder},
+        environment=variables,
         limits=limits,
-        deletes=folder,
+        temporary=tempfile.gettempdir(),
     )
     if ended.code in KILLED:
         raise InfraError(f"--agent-command was {ending_of(ended.code, '')} from outside")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,3 +203,14 @@ def test_nothing_that_a_command_prints_ends_the_run_or_changes_what_is_reported(
     sample = Sample(index=0, reward=0.5, metadata={"cases": 1})
     record_command_result(args, sample, {"raw_reward": "x", "round_number": 10**400, "cases": 2, "reward": 1, "n": 3})
     assert (sample.reward, sample.metadata) == (0.5, {"cases": 1, "n": 3})
+
+
+def test_command_has_a_tmpdir_that_is_gone_at_its_end_and_without_one_the_machine_is_at_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command = 'mkdir -p "$TMPDIR/a/b"; printf "%s" "$TMPDIR"'
+    folder = asyncio.run(run_command(command, "{}", {}, ProcessLimits()))
+    assert folder.startswith(f"{tmp_path}/furlong-")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    with pytest.raises(InfraError, match=r"TMPDIR cannot be made: .*absent"):
+        asyncio.run(run_command(command, "{}", {}, ProcessLimits()))
