@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
 ROLES = ("user", "system", "assistant")  # that follow the marker of a turn in most templates
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 _PROBE = "furlong-probe-7261"
 
 # Why a row is rejected: invalid JSON, wrong columns or types, empty, too long, or messages without a template.
@@ -215,6 +216,8 @@ class PromptRenderer:
             messages = cast("list[dict[str, Any]]", value)
             if not has_text(messages):
                 raise _BadRowError(f"all messages of the prompt {fmt.input_key!r} are empty", "empty")
+            if fmt.apply_chat_template or fmt.demonstrates:
+                self._check_roles(messages)
             if fmt.demonstrates and messages[-1]["role"] == "assistant":
                 return messages
         if not fmt.apply_chat_template:
@@ -229,6 +232,13 @@ class PromptRenderer:
                 "fields that the template accepts, or use another template with --chat-template-path",
                 "template",
             ) from error
+
+    def _check_roles(self, messages: Messages) -> None:
+        """Raise _BadRowError for a role that is another one misspelled; templates such as ChatML render any word."""
+        for role in {message["role"] for message in messages} - {*ROLES, "tool", "developer", "function"}:
+            meant = SHAREGPT_ROLES.get(role.lower()) or next(iter(get_close_matches(role.lower(), ROLES, 1, 0.8)), None)
+            if meant is not None and role not in str(getattr(self._tokenizer, "chat_template", "")):
+                raise _BadRowError(f"the role {role!r} is unknown to the chat template; write {meant!r}", "template")
 
 
 def _messages(value: Any) -> Any:

@@ -59,6 +59,8 @@ def _remedy(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:
     snapshots = sorted(path for path in folder.glob(f"{SNAPSHOTS}/*") if (path / "config.json").exists())
     if snapshots:
         return f"It is a folder of the Hub's cache, where each commit of a model has its own; use {snapshots[-1]}"
+    if missing == ("config.json",) and len(inside := list(folder.glob("*/config.json"))) == 1:
+        return f"A model is one level below; use {inside[0].parent}"
     if ADAPTER in present:
         base = _base_of(folder)
         return (

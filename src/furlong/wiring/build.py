@@ -234,9 +234,14 @@ def _stages(config: Config, training: TrainingParts, serving: ServingParts) -> S
 def build_schedule(context: RunContext, source: DataSource, *, has_eval: bool) -> RunSchedule:
     """Derive the loop's schedule. Raises ConfigError if the number of rollouts cannot be known."""
     config = context.config
-    num_rollout = config.data.num_rollout
+    num_rollout, per_epoch = config.data.num_rollout, source.groups_per_epoch
+    if per_epoch is not None and num_rollout and per_epoch < config.data.rollout_batch_size:
+        logger.warning(
+            "--rollout-batch-size %d is more than the %d prompts of the data: prompts repeat within a rollout",
+            config.data.rollout_batch_size,
+            per_epoch,
+        )
     if num_rollout is None:
-        per_epoch = source.groups_per_epoch
         if per_epoch is None:
             raise ConfigError(
                 "--num-epoch with --streaming-data: the number of rows is unknown until they are read; "

@@ -239,6 +239,17 @@ def test_a_conversation_that_the_template_rejects_is_a_bad_row(tmp_path: Path) -
         table(path, PromptFormat(apply_chat_template=True))
 
 
+def test_a_misspelled_role_is_a_bad_row(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "2"}
+    for role, meant in (("usr", "user"), ("User", "user"), ("asistant", "assistant"), ("gpt", "assistant")):
+        for demonstrates, messages in ((False, []), (True, [answer])):
+            path = write_jsonl(tmp_path / "a.jsonl", [{"input": [{"role": role, "content": "1+1"}, *messages]}])
+            with pytest.raises(DataError, match=f"line 1: .*role '{role}' is unknown .*; write '{meant}'"):
+                table(path, PromptFormat(apply_chat_template=True, demonstrates=demonstrates))
+    path = write_jsonl(tmp_path / "a.jsonl", [{"input": [{"role": "observation", "content": "1+1"}]}])
+    assert "observation" in str(table(path, PromptFormat(apply_chat_template=True))[0].text)
+
+
 def test_a_tokenizer_without_template_is_rejected_before_any_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["not JSON"])
     bare = chat_tokenizer()

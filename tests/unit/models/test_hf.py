@@ -143,3 +143,14 @@ def test_an_export_contains_tokenizer_and_generation_config(tiny, tmp_path):
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
     assert (tmp_path / "out/generation_config.json").read_bytes() == (tiny / "generation_config.json").read_bytes()
     assert load_tokenizer(tmp_path / "out").chat_template == load_tokenizer(tiny).chat_template
+
+
+def test_a_model_one_level_below_is_named(tmp_path):
+    (tmp_path / "checkpoint-60").mkdir()
+    (tmp_path / "checkpoint-60" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"one level below; use .*/checkpoint-60$"):
+        check_folder(tmp_path)
+    (tmp_path / "checkpoint-80").mkdir()
+    (tmp_path / "checkpoint-80" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="it contains checkpoint-60, checkpoint-80"):
+        check_folder(tmp_path)
