@@ -8,7 +8,7 @@ of the others. At the end the run finishes and its ledger is audited.
 
 Exit code 1 if a fault was not survived, a process outlived its driver, memory of some kind of process grows by 1 MB or
 more per 1,000 steps, descriptors grow, or the ledger is not clean. Descriptors are judged after 2,500 steps of the
-driver (10 to 15 minutes on two cores), memory after 4,000 (16 to 25 minutes); a line says what was not. The folder has
+driver (10 to 15 minutes on two cores), memory after 4,600 (18 to 26 minutes); a line says what was not. The folder has
 everything: `soak.json` with the seed and all faults, `usages.jsonl`, `driver.log`, `run/` and `save/`.
 """
 

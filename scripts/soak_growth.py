@@ -18,9 +18,9 @@ import psutil
 MIB = 1 << 20
 WINDOWS = 40  # of the usages of a process; the median of each is one point
 # Measured steps of a process from which a slope is judged. Recorded soaks that were cut short, with and without a leak
-# added, were judged right from 1,446 on for memory (2 KB per step), and from 739 on for descriptors (one in 200 steps).
-MEMORY_STEPS, DESCRIPTOR_STEPS = 1500, 750
-MEMORY_LIMIT = 1.0  # MB per 1,000 steps; where the lower quartile is below 0, the steps were too few to tell
+# added, were judged right from 1,800 on for memory (2 KB per step), and from 739 on for descriptors (one in 200 steps).
+MEMORY_STEPS, DESCRIPTOR_STEPS = 1800, 750
+MEMORY_LIMIT = 1.0  # MB per 1,000 steps; with a lower quartile below half of it, a rise that passes looks like a leak
 KINDS = ("driver", "engine", "router", "reward worker", "other")
 NEEDED = ("driver", "engine")  # of which a soak says if they were not judged
 
@@ -63,8 +63,8 @@ class Growth:
     def problems(self) -> list[str]:
         """What is wrong, as text."""
         found: list[str] = []
-        quartiles = self.memory_quartiles
-        if self.memory_slope is not None and quartiles and self.memory_slope >= MEMORY_LIMIT and quartiles[0] > 0:
+        low = self.memory_quartiles[0] if self.memory_quartiles else 0.0
+        if self.memory_slope is not None and self.memory_slope >= MEMORY_LIMIT and low >= MEMORY_LIMIT / 2:
             found.append(f"{self.kind}: memory grows by {self.memory_slope:.2f} MB per 1,000 steps")
         if self.descriptor_slope is not None and self.descriptor_quartiles and self.descriptor_quartiles[0] > 0:
             found.append(f"{self.kind}: descriptors grow by {self.descriptor_slope:.2f} per 1,000 steps")
