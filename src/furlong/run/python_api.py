@@ -168,8 +168,9 @@ def train(
         model: A model folder, or the name of a model on the Hub. The flag `hf_checkpoint`.
         prompt_data: Rows of columns (a list of dicts, a data set of `datasets`, a data frame), a file, or the name of
             a data set on the Hub. Rows that are given as objects need no flags: the prompt is the column `prompt` (or
-            `input`, `messages`, `question`, `problem`), the label `label` (or `answer`, `ground_truth`, `solution`),
-            and other columns are metadata. Lists of messages are rendered with the chat template.
+            `input`, `messages`, `question`, `problem`), the label `label` (or `answer`, `ground_truth`, `solution`, and
+            for SFT `completion`), and other columns are metadata. Lists of messages are rendered with the chat
+            template.
         reward: A function such as `def reward(response, label)`, several whose sum is the reward, the name of a
             verifier ("math"), or `file.py:function`. Called in worker processes.
         environment: A class with `reset` and `step`, or several, in place of single responses.
