@@ -73,6 +73,8 @@ def test_objects_stand_where_flags_have_paths(model):
     assert len(config.rollout.rollout_sample_hook_path) == 1
     played = furlong.configure(model=model, prompt_data=ROWS, environment=Game, env_workers=["thread", "2"])
     assert played.session.environment == ("python:Game",)
+    messages = [{"messages": [{"role": "user", "content": "1+1="}]}]
+    assert not furlong.configure(model=model, prompt_data=messages, environment=Game).data.apply_chat_template
 
 
 def test_messages_and_data_frames_are_rows(model):
