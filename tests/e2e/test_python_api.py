@@ -159,8 +159,12 @@ def test_a_mistake_has_no_frames_of_furlong(make):
 
 
 def test_a_running_event_loop_does_not_matter(make):
+    def train_another(row) -> None:
+        with pytest.raises(furlong.ConfigError, match=r"furlong.train is already running in this process"):
+            furlong.train(**make("other"))
+
     async def cell() -> furlong.Run:
-        return furlong.train(**make(num_rollout=1))
+        return furlong.train(**make(num_rollout=1), on_step=train_another)
 
     before = threading.active_count()
     run = asyncio.run(cell())
@@ -193,7 +197,8 @@ def notebook(keywords: dict[str, Any], log: Path) -> None:
         asyncio.run(cell())
     except BaseException as error:  # noqa: BLE001  it is what the test is about
         with log.open("a") as file:
-            file.write(f"{type(error).__name__} {furlong.Run(keywords['output_dir']).exit_code}\n")
+            last = Path(traceback.extract_tb(error.__traceback__)[-1].filename).name
+            file.write(f"{type(error).__name__} {furlong.Run(keywords['output_dir']).exit_code} {last}\n")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +216,7 @@ def test_a_signal_ends_a_run_under_a_running_loop(make, tmp_path, number, error,
         process.join(60)
     finally:
         process.kill()
-    assert log.read_text().splitlines()[-1] == f"{error} {code}"
+    assert log.read_text().splitlines()[-1] == f"{error} {code} python_api.py"
 
 
 def test_the_example_trains(tmp_path):

@@ -172,6 +172,10 @@ def test_a_reward_that_compares_text_with_a_number(world):
         "def reward(response, label):\n    return float(response[:1] == str(label))\n"
     )
     assert world.look(rm_type=None, custom_rm_path=f"{world.folder}/text.py:reward") == []
+    found = only(
+        world.look(rm_type=None, custom_rm_path=f"{world.folder}/text.py:reward", label_key=None), "REW01", "warning"
+    )
+    assert names(found.finding, "the parameter `label`, which is None for every row")
 
 
 @fault("REW01")

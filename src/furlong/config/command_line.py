@@ -29,6 +29,7 @@ from furlong.config.passthrough import FIELDS, value_of
 from furlong.config.resolve import derive
 from furlong.config.sections import Config, by_field
 from furlong.core.text import did_you_mean, redact_credentials
+from furlong.core.user_objects import PREFIX, object_name
 from furlong.errors import ConfigError
 
 CONFIG_FLAG = "--config"
@@ -145,7 +146,10 @@ def command_of(resolved: Resolved) -> str:
             words += words_from_value(spec, spec.value_in(resolved.config))
     for path, name in resolved.hub.names.items():
         words = [word.replace(path, name) for word in words]
-    return redact_credentials(shlex.join(words))
+    note = ""
+    if any(object_name(word.partition("=")[2] or word) for word in words):
+        note = f"# {PREFIX}NAME is an object of the program that called furlong.train with these settings\n"
+    return note + redact_credentials(shlex.join(words))
 
 
 def flags_as_written(config: Config) -> dict[str, Any]:

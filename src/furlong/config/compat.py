@@ -109,6 +109,9 @@ _VALUE_ROWS: tuple[tuple[str, str, Verdict, str, str], ...] = (
       for mode in ("teacher_p", "none")),
     ("--update-weight-delta-checksum", "blake3", "refused", "its library is not a dependency of furlong",
      "use xxh3-128, which has the same length"),
+    *(("--loss-type", name, "refused", "the algorithm is another flag", f"use --advantage-estimator {name}")
+      for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo")),
+    *(("--loss-type", name, "refused", "it has another name", "use sft_loss") for name in ("sft", "nll")),
     ("--rm-type", "boxed_dapo", "refused", "dapo reads the line after 'Answer:', which is not inside a box",
      "use boxed_math or dapo"),
     ("--rm-type", "boxed_ifbench", "refused", "instructions concern the whole response, not what is in a box",
@@ -220,6 +223,32 @@ OWN: tuple[Refusal, ...] = _rows(  # flags that furlong had, or is thought to ha
         "the tokenizer is that of the model folder",
         "remove it; --chat-template-path replaces its template",
     ),
+    ("--beta --kl-beta", "the KL loss has two flags", "use --use-kl-loss with --kl-loss-coef BETA"),
+    (
+        "--scale-rewards",
+        "groups are divided by their standard deviation",
+        "remove it for 'group', use --disable-grpo-std-normalization for 'none'",
+    ),
+    (
+        "--importance-sampling-level",
+        "the level follows from the algorithm",
+        "remove it for 'token', use --advantage-estimator gspo for 'sequence'",
+    ),
+    (
+        "--generation-kwargs",
+        "each sampling parameter is a flag",
+        "use flags such as --rollout-stop and --rollout-top-p",
+    ),
+    (
+        "--repetition-penalty",
+        "the trainer's log-probs would not match a penalized distribution",
+        "penalize repetition in the reward",
+    ),
+    (
+        "--tools --environment-factory --max-tool-calling-iterations",
+        "tools belong to an environment",
+        "give a class to --environment, such as one derived from furlong.environments.ToolEnvironment",
+    ),
     ("--reward-weights", "several rewards are summed", "multiply each in its function"),
     ("--hook-memory-reserve", "the memory that functions take is not watched", "use the limits of the control group"),
 )
@@ -246,7 +275,9 @@ _OTHER_NAMES = {
     "--rollout-max-response-len": "--max-new-tokens --max-completion-length --max-response-length --max-tokens "
     "--max-response-len --generate-max-len",
     "--rollout-max-prompt-len": "--max-prompt-length --max-prompt-len --prompt-max-len",
-    "--kl-loss-coef": "--beta --kl-beta",
+    "--mask-truncated": "--mask-truncated-completions",
+    "--debug-rollout-print-every": "--log-completions --num-completions-to-print",
+    "--ref-update-interval": "--sync-ref-model --ref-model-sync-steps",
     "--advantage-estimator": "--algorithm --algo --adv-estimator --loss-algorithm --use-critic",
     "--rm-url": "--remote-rm-url",
     "--kl-coef": "--init-kl-coef",
@@ -273,7 +304,7 @@ _OTHER_NAMES = {
     "--eps-clip": "--epsilon --clip-ratio --clip-range",
     "--eps-clip-high": "--epsilon-high --clip-ratio-high",
     "--entropy-coef": "--entropy-coeff",
-    "--engine": "--use-vllm",
+    "--engine": "--use-vllm --vllm-mode",
     "--train-backend": "--trainer --deepspeed --fsdp --zero-stage",
     "--optimizer-cpu-offload": "--adam-offload",
     "--colocate": "--colocate-all-models --vllm-enable-sleep --deepspeed-enable-sleep",

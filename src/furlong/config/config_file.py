@@ -79,7 +79,7 @@ def values_from_mapping(content: Mapping[Any, Any], path: str, specs: Mapping[st
         shown = f"{section}.{key}" if section else key
         where, flag = f"{path}: {shown}", "--" + _canonical(key).replace("_", "-")
         spec = by_key.get(_canonical(key))
-        if spec is None and not section and key in sections:
+        if spec is None and not section and key in sections and not (path == KEYWORDS and flag in FURLONG_NAMES):
             read.problems.append(f"{path}: {key} is a section, got {shortened(value)}; write its flags below it")
         elif spec is None and is_engine_option(flag):
             read.set_option(flag, where, partial(value_in_file, value=value))

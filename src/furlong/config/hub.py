@@ -160,6 +160,8 @@ def resolve_config(config: Config, *, weights: bool = True) -> LocalCopies:
         resolved = list(words)
         for place, word in enumerate(words):
             head, text, tail = "", word, ""
+            if key == "eval_prompt_data" and len(words) > 1 and place % 2 == 0:  # the name of a set
+                continue
             if key == "environment":
                 if (part := _PROMPT_DATA.search(word)) is None:
                     continue

@@ -8,6 +8,7 @@ starts on this machine get it by cloudpickle, through their pipe: nothing is unp
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import pickle
 import re
@@ -31,7 +32,14 @@ class _UserObjects(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in self.packed:
             raise AttributeError(name)
-        value = pickle.loads(base64.b64decode(self.packed.pop(name)))
+        try:
+            value = pickle.loads(base64.b64decode(self.packed[name]))
+        except Exception as error:  # noqa: BLE001  what the object raises
+            raise ConfigError(
+                f"{PREFIX}{name} cannot be created in a worker process: {type(error).__name__}: {error}; put it into a "
+                "file and give file.py:name"
+            ) from None
+        del self.packed[name]
         setattr(self, name, value)
         return value
 
@@ -86,6 +94,10 @@ def _is_importable(module: str) -> bool:
     return module != "__main__" and PathFinder.find_spec(module.partition(".")[0]) is not None
 
 
+def _cached(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
 def packed(name: str) -> str:
     """Return an object for a worker process, as text. Raises ConfigError if it cannot be sent."""
     import cloudpickle
@@ -96,8 +108,11 @@ def packed(name: str) -> str:
         made, arguments = known[CodeType](code)
         return made, tuple(code.co_filename if each == "<dynamic-code>" else each for each in arguments)
 
+    def with_cache(function: Any) -> tuple[Any, tuple[Any, ...]]:  # of lru_cache, which pickle stores as a name
+        return _cached, (function.__wrapped__, function.cache_parameters())
+
     class Pickler(cloudpickle.Pickler):
-        dispatch_table = known.new_child({CodeType: with_file})
+        dispatch_table = known.new_child({CodeType: with_file, type(functools.cache(repr)): with_cache})
 
     buffer = io.BytesIO()
     value = find_object(PREFIX + name)

@@ -47,7 +47,7 @@ from furlong.rollout.group_pool import (
     oldest_version,
     without_responses,
 )
-from furlong.rollout.metrics import SampleReport
+from furlong.rollout.metrics import SampleReport, outcome_metrics
 from furlong.rollout.replay import HookSource, instance_of
 from furlong.rollout.teachers import FAILED
 from furlong.rollout.train_batch import Conversion, batch_from_groups
@@ -444,6 +444,9 @@ class EngineRollout:
             full = [len(s.tokens) >= context or is_over for s, is_over in zip(samples, exceeded, strict=True)]
             metrics["rollout/context_full_frac"] = mean(sum(full) / len(full), len(full))
         metrics |= {f"rollout/dynamic_filter/drop_{reason}": total(n) for reason, n in state.drops.items()}
+        if lost := [sample for group in state.seen if has_failed(group) for sample in group.samples]:
+            counts = outcome_metrics([*samples, *lost])
+            metrics |= {f"rollout/{name}": count for name, count in counts.items() if name.startswith("reward_")}
         if num_long := self._source.num_long_prompts:
             metrics["rollout/dropped_long_prompts"] = total(num_long)
         if state.num_returned:

@@ -77,7 +77,7 @@ def rollout_metrics(
             metrics["rollout/same_response_frac"] = mean(sum(alike) / len(alike), len(alike))
         metrics["rollout/reward_range"] = maximum(float(np.ptp(np.concatenate(rewards))))
         metrics |= _under("rollout", _suspicious(samples, reward_key))
-    metrics |= _under("rollout", _outcomes(samples)) | _episode_ends(samples)
+    metrics |= _under("rollout", outcome_metrics(samples)) | _episode_ends(samples)
     if count := sum(map(_trains_on_unsampled, samples)):
         metrics["rollout/env_tokens_in_loss"] = total(count)
     if count := sum(OTHER_CONTEXT in s.metadata for s in samples):
@@ -141,7 +141,9 @@ def eval_metrics(
     if pass_k is not False and any(len(group) > 1 for group in groups):
         ks = None if pass_k is True else pass_k
         metrics |= {f"eval/{name}-{k}": v for k, v in pass_at_k(_attempts(groups, reward_key), ks).items()}
-    metrics |= _under(f"eval/{name}", _outcomes(samples) | part_metrics(samples) | role_metrics(groups, reward_key))
+    metrics |= _under(
+        f"eval/{name}", outcome_metrics(samples) | part_metrics(samples) | role_metrics(groups, reward_key)
+    )
     if pass_k is not False and any(ROLE in sample.metadata for sample in samples):
         ks = None if pass_k is True else pass_k
         for role in by_role(samples):
@@ -291,7 +293,7 @@ def _zero_std(rewards: Sequence[Floats]) -> Metrics:
     return metrics
 
 
-def _outcomes(samples: Sequence[Sample]) -> Metrics:
+def outcome_metrics(samples: Sequence[Sample]) -> Metrics:
     """Count failed and timed-out calls by stage; once rewards were called, their counts are reported even if 0."""
     seen = [s.outcome for s in samples if s.outcome is not None and s.status is not Status.ABORTED]
     if not seen:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from furlong.config.sections import Config
+from furlong.core.user_code import is_async
 from furlong.errors import ConfigError, FurlongError
 from furlong.run.folder import run_folder
 from furlong.run.launch import Interrupt, check_before_run, run_in_folder
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from furlong.run.train_flags import TrainFlags  # pyright: ignore[reportMissingModuleSource]  a generated stub
 
 T = TypeVar("T")
+_TRAINING = threading.Lock()  # a run seeds and logs for the whole process
 REFRESH_S = 2.0  # between two updates of a live display in a notebook
 _EXIT_CODES = {f"by {reason}": code for reason, code in EXIT_CODES.items()}
 
@@ -59,7 +61,10 @@ class Run:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The records of `metrics.jsonl`, one per step: `step`, and metrics by name (None if not finite)."""
+        """The records of `metrics.jsonl`: `step`, and metrics by name (None if not finite).
+
+        One per step, numbered from 1; with evaluation sets also one of step 0, the evaluation before training.
+        """
         return read_intact_rows(self.folder / METRICS, "step")[0]
 
     @property
@@ -129,7 +134,7 @@ def configure(
 ) -> Config:
     """Return the configuration that `train` would run with these arguments, with derived values; nothing is started.
 
-    Raises ConfigError with every problem.
+    Raises ConfigError with every problem of the arguments. Data, functions and the machine are checked by `train`.
 
     >>> configure(model="model", prompt_data="sums.jsonl", learning_rate=1e-5)  # doctest: +SKIP
     ConfigError: keyword arguments: unknown key learning_rate; use lr
@@ -163,8 +168,9 @@ def train(
         model: A model folder, or the name of a model on the Hub. The flag `hf_checkpoint`.
         prompt_data: Rows of columns (a list of dicts, a data set of `datasets`, a data frame), a file, or the name of
             a data set on the Hub. Rows that are given as objects need no flags: the prompt is the column `prompt` (or
-            `input`, `messages`, `question`, `problem`), the label `label` (or `answer`, `ground_truth`, `solution`),
-            and other columns are metadata. Lists of messages are rendered with the chat template.
+            `input`, `messages`, `question`, `problem`), the label `label` (or `answer`, `ground_truth`, `solution`, and
+            for SFT `completion`), and other columns are metadata. Lists of messages are rendered with the chat
+            template.
         reward: A function such as `def reward(response, label)`, several whose sum is the reward, the name of a
             verifier ("math"), or `file.py:function`. Called in worker processes.
         environment: A class with `reset` and `step`, or several, in place of single responses.
@@ -183,6 +189,10 @@ def train(
     Raises the errors that the command reports, without the frames of furlong: ConfigError with every problem before
     anything is written, other FurlongErrors, KeyboardInterrupt after Ctrl-C, SystemExit with code 143 after SIGTERM.
     """
+    if not _TRAINING.acquire(blocking=False):
+        raise ConfigError(
+            "furlong.train is already running in this process; wait until it returns, or use another process"
+        )
     try:
         if on_step is not None and not callable(on_step):
             raise ConfigError(f"on_step: got {on_step!r}, expected a function of the step's record")
@@ -213,10 +223,16 @@ def train(
             start()
     except FurlongError as error:
         raise in_keywords(error).with_traceback(None) from None
+    except (KeyboardInterrupt, SystemExit) as error:
+        raise error.with_traceback(None) from None
+    finally:
+        _TRAINING.release()
     return Run(folder)
 
 
 def _check_takes_one(on_step: Callable[..., object]) -> None:
+    if is_async(on_step):
+        raise ConfigError("on_step is an async function, and would not be awaited; write it with def")
     try:
         inspect.signature(on_step).bind({})
     except TypeError as error:

@@ -14,7 +14,7 @@ from furlong.catalogue import Problem
 from furlong.config.command_line import CONFIG_FLAG, OVERRIDE_FLAG, Resolved, examine
 from furlong.config.flag_spec import flag_specs
 from furlong.config.sections import Config
-from furlong.core.text import shortened
+from furlong.core.text import did_you_mean, shortened
 from furlong.core.user_functions import use_objects
 from furlong.core.user_objects import PREFIX, import_path, name_of, packed
 from furlong.data.row_readers import plain_value
@@ -35,12 +35,16 @@ Environments: TypeAlias = "type | str | Sequence[type | str]"
 BATCH_SIZE, RESPONSE_LEN = 32, 512  # of a run that sets neither
 _LENGTHS = ("rollout_max_response_len", "rollout_max_context_len", "seq_length")
 _COLUMNS = {
-    "input_key": ("input", "prompt", "messages", "question", "problem"),
+    "input_key": ("prompt", "input", "messages", "question", "problem"),
     "label_key": ("label", "answer", "ground_truth", "solution"),
 }  # columns of rows in this process, the first that they have
 
-_ARGUMENTS = {"hf_checkpoint": "model", "custom_rm_path": "reward"}  # arguments with another name than their flag
-_FLAGS = re.compile(r"`\w[^`]*`|--[a-z][a-z0-9-]*")  # commands, which stay, and flags
+_ARGUMENTS = {
+    "hf_checkpoint": "model",
+    "custom_rm_path": "reward",
+    "eval_prompt_data": "eval_data",
+}  # arguments with another name than their flag
+_FLAGS = re.compile(r"`\w[^`]*`|--eval-prompt-data NAME FILE|--[a-z][a-z0-9-]*")  # commands, which stay, and flags
 _REWARD_TEST = re.compile(r"(;|, and try| with) `furlong reward test` (with|and) the same flags( \w+)*")
 
 _MISSING = {
@@ -54,7 +58,7 @@ _MISSING = {
 @cache
 def _keywords() -> dict[str, str]:
     """The keyword of each flag: `lr` of --lr, `use_opd=True` of --use-opd, `x=False` of --no-x."""
-    names: dict[str, str] = {}
+    names = {"--eval-prompt-data NAME FILE": "`eval_data`"}
     for name, spec in flag_specs(Config).items():
         names[spec.flag] = f"`{_ARGUMENTS.get(name, name)}`"
         if spec.type is bool:
@@ -116,8 +120,13 @@ def resolve_call(
     Raises ConfigError for an object that worker processes need and cannot get, and for arguments that exclude another.
     """
     for name in ("config", "args"):
-        if isinstance(flags.get(name), Mapping):
+        if isinstance(given := flags.get(name), Mapping):
             raise ConfigError(f"{name}: got a dict; pass its entries as keywords: furlong.train(..., **{name})")
+        if name == "args" and given is not None:
+            raise ConfigError(f"args: got {type(given).__name__}; pass its settings as keywords, such as lr=1e-5")
+    named = flags.get("eval_prompt_data")
+    if not all(isinstance(each, str | Path | None) for each in (named if isinstance(named, list | tuple) else [named])):
+        raise ConfigError("eval_prompt_data contains names and files; give rows as eval_data")
     call = Call(keywords=dict(flags))
     for flag in (CONFIG_FLAG, OVERRIDE_FLAG):
         value = call.keywords.pop(flag.removeprefix("--").replace("-", "_"), None)
@@ -125,19 +134,14 @@ def resolve_call(
         call.words += [f"{flag}={path}" for path in paths]
     specs = flag_specs(Config)
     for name, value in call.keywords.items():
-        if callable(value) and name in specs and specs[name].type is str:
+        if callable(value) and name in specs and specs[name].type_name.startswith("FILE.py:"):
             call.keywords[name] = call.path_of(value)
+        elif value is not None and name in specs and specs[name].hub == "model":
+            call.keywords[name] = _model_path(name, value)
         else:
             call.keywords[name] = _plain(call, value)
     if model is not None:
-        if type(model) is not str and not hasattr(model, "__fspath__"):
-            raise ConfigError(
-                f"model: got {' '.join(shortened(model).split())}, expected a model folder or the name of a model on "
-                "the Hub; save_pretrained(FOLDER) of a model and its tokenizer writes one"
-            )
-        call.set("hf_checkpoint", str(model), "model")
-    if prompt_data is not None:
-        call.keywords["prompt_data"] = _data_path(call, prompt_data, "prompt_data")
+        call.set("hf_checkpoint", _model_path("model", model), "model")
     if environment is not None:
         several = [*environment] if isinstance(environment, list | tuple) else [environment]
         if wrong := [each for each in several if not isinstance(each, type | str)]:
@@ -146,6 +150,8 @@ def resolve_call(
                 "instance of it"
             )
         call.keywords["environment"] = [each if isinstance(each, str) else call.path_of(each) for each in several]
+    if prompt_data is not None:
+        call.keywords["prompt_data"] = _data_path(call, prompt_data, "prompt_data", "prompt_data")
     if eval_data is not None:
         _set_evaluation(call, eval_data)
     if reward is not None:
@@ -161,6 +167,16 @@ def resolve_call(
 def _in_python(problem: str) -> str:
     """Return a problem of one of the main arguments in terms of `furlong.train`."""
     return next((text for start, text in _MISSING.items() if problem.startswith(start)), problem)
+
+
+def _model_path(name: str, model: Any) -> str:
+    if type(model) is not str and not hasattr(model, "__fspath__"):
+        fix = "save_pretrained(FOLDER) of a model and its tokenizer writes one"
+        raise ConfigError(
+            f"{name}: got {' '.join(shortened(model).split())}, expected a model folder or the name of a model on the "
+            f"Hub; {'give its model_path' if hasattr(type(model), 'model_path') else fix}"
+        )
+    return str(model)
 
 
 def _plain(call: Call, value: Any) -> Any:
@@ -179,6 +195,8 @@ def _set_reward(call: Call, reward: Rewards) -> None:
         is_path = not {":", "."}.isdisjoint(reward)
         call.set("custom_rm_path" if is_path else "rm_type", reward, "reward")
     elif isinstance(reward, Sequence):
+        if not reward:
+            raise ConfigError("reward is an empty list; give a function, or leave it out if the run needs no reward")
         functions: dict[str, Any] = {}
         for each in cast("Sequence[Any]", reward):
             if not callable(each):
@@ -203,11 +221,16 @@ def _set_evaluation(call: Call, data: Rows | Mapping[str, Rows]) -> None:
         call.set("eval_prompt_data", [str(data)], "eval_data")
         return
     sets = cast("Mapping[str, Rows]", data) if isinstance(data, Mapping) else {"eval": data}
-    words = [word for name, rows in sets.items() for word in (name, _data_path(call, rows, f"eval_{name}"))]
+    shown = "eval_data[{!r}]" if isinstance(data, Mapping) else "eval_data"
+    words = [
+        word
+        for name, rows in sets.items()
+        for word in (name, _data_path(call, rows, re.sub(r"\W", "_", f"eval_{name}"), shown.format(name)))
+    ]
     call.set("eval_prompt_data", words, "eval_data")
 
 
-def _data_path(call: Call, data: Rows, name: str) -> str:
+def _data_path(call: Call, data: Rows, name: str, shown: str) -> str:
     if isinstance(data, str | Path):
         return str(data)
     rows: Any = data
@@ -215,13 +238,20 @@ def _data_path(call: Call, data: Rows, name: str) -> str:
         rows = rows.to_dict("records")
     elif hasattr(rows, "to_dicts"):  # polars
         rows = rows.to_dicts()
+    elif hasattr(rows, "to_pylist"):  # pyarrow
+        rows = rows.to_pylist()
     elif isinstance(rows, Iterator):
         rows = list(cast("Iterator[Any]", rows))
+    elif not hasattr(rows, "__iter__") and not hasattr(rows, "__getitem__"):
+        raise ConfigError(
+            f"{shown}: got {shortened(rows)}, expected rows such as [{{'prompt': '1+1=', 'label': '2'}}], or a file; "
+            "N episodes of an environment are 'episodes:N'"
+        )
     first = next(iter(rows), None)
     for key, value in first.items() if isinstance(first, Mapping) else ():
         if type(value).__module__.startswith("PIL."):
             fix = f"models are text-only; remove it, as in DATA.remove_columns({key!r})"
-            raise ConfigError(f"{name} has images in the column {key!r}; {fix}")
+            raise ConfigError(f"{shown} has images in the column {key!r}; {fix}")
     if not isinstance(first, Mapping):
         problem = "has no rows" if first is None else f"has the row {shortened(first)}"
         fix = "give a list of dicts such as {'prompt': '1+1=', 'label': '2'}"
@@ -229,13 +259,23 @@ def _data_path(call: Call, data: Rows, name: str) -> str:
             is_splits = not isinstance(rows[first], list | tuple)
             problem = f"is a dict of {'splits' if is_splits else 'columns'}"
             fix = f"give one of them, as in DATA[{first!r}]" if is_splits else "give pandas.DataFrame(DATA)"
-        raise ConfigError(f"{name} {problem}; {fix}")
+        raise ConfigError(f"{shown} {problem}; {fix}")
     columns = cast("Mapping[str, Any]", first)
     for key, names in _COLUMNS.items():
+        if key == "label_key" and call.keywords.get("loss_type") == "sft_loss":
+            names = (*names, "completion")
         if found := next((each for each in names if each in columns), None):
             call.preset.setdefault(key, found)
             if name != "prompt_data" and key not in call.keywords and found != call.preset[key]:
                 call.preset[f"eval_{key}"] = found
+    names, given = _COLUMNS["input_key"], call.keywords
+    if columns.keys().isdisjoint(names) and not (
+        call.words or {"input_key", "eval_input_key", "environment"} & given.keys()
+    ):
+        hint = next(filter(None, (did_you_mean(str(each), names)[1] for each in columns)), "name it with input_key")
+        raise ConfigError(
+            f"{shown} has the columns {[*columns]}, but none of {', '.join(names)} for the prompt; {hint}"
+        )
     prompt = columns.get(call.keywords.get("input_key", call.preset.get("input_key", "")))
     if isinstance(plain_value(prompt), list) and not call.keywords.get("environment"):
         call.preset["apply_chat_template"] = True

@@ -56,6 +56,10 @@ def log_run(level: str, path: Path) -> Generator[None]:
         for handler in handlers:
             logger.addHandler(handler)
         logger.setLevel(level)
+        propagates = logger.propagate
+        shown = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
+        if sys.stdout in shown or sys.stderr in shown:  # the program's own handler would print each line again
+            logger.propagate = False
         reports_crashes = faulthandler.is_enabled()
         try:
             if reports_crashes:
@@ -68,6 +72,7 @@ def log_run(level: str, path: Path) -> Generator[None]:
         finally:
             if reports_crashes:
                 faulthandler.enable(2)
+            logger.propagate = propagates
             for handler in handlers:
                 logger.removeHandler(handler)
                 handler.close()

@@ -416,8 +416,10 @@ def _inputs(context: RunContext) -> Iterator[RunInput]:
 def prompt_files(paths: Iterable[str]) -> RunInput:
     """The files of --prompt-data, or those of several environments."""
     different = list(dict.fromkeys(paths))
-    files = [file for path in different for file in PromptDataPath.parse(path).files()]
-    return RunInput("data", f"--prompt-data {' '.join(different)}", files)
+    locations = [PromptDataPath.parse(path) for path in different]
+    files = [file for location in locations for file in location.files()]
+    rows = [location.fingerprint() for location in locations if location.kind == "objects"]
+    return RunInput("data", f"--prompt-data {' '.join(different)}", files, (lambda: rows) if rows else None)
 
 
 def _frozen(model: FrozenModel) -> RunInput:

@@ -261,6 +261,8 @@ def test_answers_of_the_help_name_flags_that_exist() -> None:
 def test_the_command_of_a_run_has_what_was_given_without_secrets() -> None:
     resolved = parse(["--lr", "1e-3", "--prompt-data", "a b.jsonl", "--use-wandb", "--wandb-key", "secret"])
     assert command_of(resolved) == "furlong train '--prompt-data=a b.jsonl' --lr=0.001 --use-wandb"
+    note = "# python:NAME is an object of the program that called furlong.train with these settings\n"
+    assert command_of(parse(["--custom-rm-path", "python:f"])) == f"{note}furlong train --custom-rm-path=python:f"
 
 
 def test_a_float_is_written_so_that_it_reads_back() -> None:

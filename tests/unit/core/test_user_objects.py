@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import threading
 
@@ -12,7 +13,7 @@ from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.core.user_functions import load_function, use_objects
 from furlong.core.user_objects import import_path, packed
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, RewardError
 from furlong.rewards.sandbox import Sandbox
 
 
@@ -48,7 +49,22 @@ def test_a_worker_process_calls_closures_and_objects():
     def divide(response):
         return bonus / 0
 
-    use_objects({"reward": reward, "scorer": Scorer("4"), "divide": divide})
+    @functools.lru_cache(maxsize=8)
+    def cached(response):
+        return bonus
+
+    class Unloadable:
+        def __call__(self, response): ...
+
+        def __setstate__(self, state):
+            raise ValueError("no state")
+
+        def __getstate__(self):
+            return 1
+
+    use_objects(
+        {"reward": reward, "scorer": Scorer("4"), "divide": divide, "cached": cached, "unloadable": Unloadable()}
+    )
 
     async def score(path: str) -> Outcome:
         sandbox = Sandbox(path)
@@ -60,6 +76,11 @@ def test_a_worker_process_calls_closures_and_objects():
 
     assert asyncio.run(score("python:reward")).reward == 1.5
     assert asyncio.run(score("python:scorer")).reward == 1.0
+    assert asyncio.run(score("python:cached")).reward == bonus
+    with pytest.raises(
+        RewardError, match=r"python:unloadable cannot be created in a worker process: ValueError: no st"
+    ):
+        asyncio.run(score("python:unloadable"))
     line = divide.__code__.co_firstlineno + 1
     assert f"{__file__}:{line} in divide: return bonus / 0" in asyncio.run(score("python:divide")).reason
 

@@ -171,6 +171,10 @@ def test_failures_of_samples_have_their_first_reason() -> None:
     monitors.event({"event": "sample_failed", "stage": "reward", "reason": "RuntimeError: 429\n  own.py:3 in f: f()"})
     [found] = monitors.step(1, {"rollout/reward_failed": 1.0})
     assert "first: RuntimeError: 429)" in found.finding
+    [found] = suite(rollout_batch_size=8).step(
+        1, {"rollout/reward_failed": 8.0, "rollout/dynamic_filter/drop_all_failed": 1.0}
+    )
+    assert "8 of about 72 reward calls" in found.finding
 
 
 @pytest.mark.parametrize(("compares", "n"), [(True, 1), (False, 1), (False, 4)])  # 4: no baseline of a group

@@ -336,14 +336,18 @@ def test_credentials_in_urls_are_written_nowhere(tmp_path: Path, capsys: pytest.
     resolved = load(flags(model, data, tmp_path / "run", rm_type="remote_rm", rm_url=url))
     assert resolved.config.reward.rm_url == url
     (tmp_path / "run").mkdir()
+    own = logging.StreamHandler(sys.stderr)  # of a program that calls logging.basicConfig
+    logging.getLogger().addHandler(own)
     with log_run("INFO", tmp_path / "run" / "run.log"):
         logging.getLogger("furlong").error("cannot reach %s", url)
+    logging.getLogger().removeHandler(own)
     events = EventLog(tmp_path / "run" / "events.jsonl")
     events.write("failed", message=f"POST {url}: refused")
     events.close()
     (tmp_path / "run" / "config.json").write_text(resolved.to_json())
     written = [path.read_text() for path in (tmp_path / "run").iterdir()] + [capsys.readouterr().err]
     assert len(written) == 4
+    assert written[-1].count("cannot reach") == 1
     for text in written:
         assert "127.0.0.1:9/score?api_key=***&n=1" in text
         assert "hunter2" not in text

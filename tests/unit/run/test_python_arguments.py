@@ -30,6 +30,9 @@ def right(response: str, label: str) -> float:
     return float(response == label)
 
 
+async def wait(row): ...
+
+
 def test_a_model_rows_and_a_function_are_a_complete_call(model):
     config = furlong.configure(model=model, prompt_data=ROWS, reward=right)
     assert config.rollout.hf_checkpoint == str(model)
@@ -70,6 +73,8 @@ def test_objects_stand_where_flags_have_paths(model):
     assert len(config.rollout.rollout_sample_hook_path) == 1
     played = furlong.configure(model=model, prompt_data=ROWS, environment=Game, env_workers=["thread", "2"])
     assert played.session.environment == ("python:Game",)
+    messages = [{"messages": [{"role": "user", "content": "1+1="}]}]
+    assert not furlong.configure(model=model, prompt_data=messages, environment=Game).data.apply_chat_template
 
 
 def test_messages_and_data_frames_are_rows(model):
@@ -82,6 +87,11 @@ def test_messages_and_data_frames_are_rows(model):
     config = furlong.configure(model=model, prompt_data=(row for row in ROWS), reward=right, lr=pandas.Series([0.5])[0])
     assert config.optim.lr == 0.5  # numpy's
     assert find_object(str(config.data.prompt_data)) == ROWS
+    table = pytest.importorskip("pyarrow").Table.from_pylist([row | {"input": "another"} for row in ROWS])
+    config = furlong.configure(model=model, prompt_data=table, reward=right)
+    assert (config.data.input_key, config.data.rollout_batch_size) == ("prompt", 2)
+    pairs = [{"prompt": "1+1=", "completion": "2"}]
+    assert furlong.configure(model=model, prompt_data=pairs, loss_type="sft_loss").data.label_key == "completion"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +110,25 @@ def test_messages_and_data_frames_are_rows(model):
             "models are text-only",
         ),
         ({"prompt_data": ["1+1="]}, "prompt_data has the row '1+1='"),
-        ({"eval_data": {"a": [1]}}, "eval_a has the row 1"),
+        ({"prompt_data": 64}, "prompt_data: got 64, expected rows"),
+        ({"prompt_data": [{"promt": "1+1=", "label": "2"}]}, "has the columns ['promt', 'label']"),
+        ({"prompt_data": [{"promt": "1+1=", "label": "2"}]}, "for the prompt; did you mean prompt?"),
+        ({"prompt_data": [{"text": "1+1="}]}, "problem for the prompt; name it with input_key"),
+        ({"eval_data": {"a": [1]}}, "eval_data['a'] has the row 1"),
+        ({"eval_data": []}, "eval_data has no rows"),
+        ({"eval_data": {"a/b": ROWS}}, "it becomes part of a metric's name"),
+        ({"eval_prompt_data": ROWS}, "give rows as eval_data"),
+        ({"eval_interval": 2}, "add `eval_data`"),
+        ({"opd_teacher_load": right}, "opd_teacher_load: got <function right"),
+        ({"model": furlong.Run(Path(__file__).parent)}, "give its model_path"),
+        ({"reward": []}, "reward is an empty list"),
+        ({"args": object()}, "args: got object; pass its settings as keywords"),
+        ({"tools": [right]}, "furlong.environments.ToolEnvironment"),
+        ({"environment_factory": dict}, "give a class to `environment`"),
+        ({"optim": "adamw_torch"}, "use optimizer"),
+        ({"beta": 0.04}, "use `use_kl_loss=True` with `kl_loss_coef`"),
+        ({"loss_type": "dr_grpo"}, "use `advantage_estimator` dr_grpo"),
+        ({"on_step": wait}, "on_step is an async function"),
         ({"learning_rate": 1.0}, "unknown key learning_rate"),
         ({"num_generations": 4}, "use n_samples_per_prompt"),
         ({"reward_funcs": right}, "use reward"),

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from furlong.config import parse
+from furlong.core.user_functions import use_objects
 from furlong.files.run_inputs import RunInputs
 from furlong.wiring.build import prompt_files
 from furlong.wiring.rollout import prompt_paths
@@ -37,6 +38,19 @@ def test_the_middle_of_an_environments_own_prompt_file_is_compared(tmp_path: Pat
     paths[1].write_bytes(content[:middle] + b'"5000+2="' + content[middle + 9 :])
     [change] = asyncio.run(inputs().changes(saved, ["data"]))
     assert (change.kind, str(paths[1]) in change.text) == ("data", True)
+
+
+def test_rows_of_the_calling_program_are_compared() -> None:
+    def inputs(label: str) -> RunInputs:
+        use_objects({"rows": [{"prompt": "1+1=", "label": label}]})
+        made = RunInputs([prompt_files(["python:rows"])])
+        made.start()
+        return made
+
+    saved = asyncio.run(inputs("2").record())
+    assert asyncio.run(inputs("2").changes(saved, ["data"])) == []
+    assert [change.kind for change in asyncio.run(inputs("3").changes(saved, ["data"]))] == ["data"]
+    use_objects({})
 
 
 def test_environments_without_prompts_of_their_own_share_one_file(tmp_path: Path) -> None:

@@ -336,14 +336,18 @@ def _failed_calls(
 ) -> Alert | None:
     failed = now.row.get(f"rollout/{stage}_failed", 0.0)
     timed_out = now.row.get(f"rollout/{stage}_timed_out", 0.0)
-    share = (failed + timed_out) / max(now.facts.num_samples, 1)
+    num_samples = now.facts.num_samples
+    if stage == "reward":  # the counts include groups that were dropped because each sample failed
+        dropped = now.row.get("rollout/dynamic_filter/drop_all_failed", 0.0)
+        num_samples += int(dropped) * now.facts.config.data.n_samples_per_prompt
+    share = (failed + timed_out) / max(num_samples, 1)
     if stage == "generate":
         failed -= now.row.get("rollout/episodes/silent", 0.0)  # AGT07
     if not failed + timed_out:
         return None
     return now.alert(
         id,
-        f"{failed + timed_out:.0f} of about {now.facts.num_samples} {what} ({failed:.0f} failed, {timed_out:.0f} timed "
+        f"{failed + timed_out:.0f} of about {num_samples} {what} ({failed:.0f} failed, {timed_out:.0f} timed "
         f"out{_reasons(now, stage)}); {then}",
         cause=cause,
         remedy=if_failed if failed >= timed_out else if_late,

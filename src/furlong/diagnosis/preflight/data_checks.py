@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from furlong.config.engine_groups import served_models
 from furlong.config.facts import is_unscored
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
+from furlong.core.user_functions import load_function, reward_style
 from furlong.data.prompt import Prompt, PromptFormat, RejectedRow
 from furlong.diagnosis.preflight.context import PreflightContext, SampledRows
 from furlong.errors import RewardError
@@ -176,6 +178,14 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
     prompts = rows.prompts[:1]
     if not prompts:
         return
+    if config.data.label_key is None and _reads_label(path):
+        yield diagnosis(
+            "REW01",
+            f"--custom-rm-path {path} has the parameter `label`, which is None for every row",
+            cause="--label-key is not set.",
+            remedy="name the column of the answers with --label-key, or remove the parameter",
+            severity="warning",
+        )
     timeout_s = min(TIMEOUT_S, config.fault.reward_timeout)
     reward = GroupReward(
         custom_rm=path,
@@ -225,6 +235,15 @@ def own_reward(context: PreflightContext) -> Iterator[Diagnosis]:
         severity="warning" if is_slow or len(failed) < len(samples) else None,
         evidence={"function": path, "row": row, "outcomes": [outcome.kind for outcome in outcomes]},
     )
+
+
+def _reads_label(path: str) -> bool:
+    function: Any = load_function(path)
+    several: list[Any] = [*getattr(function, "functions", {"": function}).values()]
+    found = [
+        inspect.signature(each).parameters.get("label") for each in several if reward_style(each) in ("named", "trl")
+    ]
+    return any(each is not None and each.default is inspect.Parameter.empty for each in found)
 
 
 def _numeric_label(path: str, label: float, reward: object) -> Diagnosis:
