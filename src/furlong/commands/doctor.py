@@ -67,10 +67,11 @@ def _examine_run(folder: Path, report: Report) -> int:
     result = examine(folder)
     report.record(result.record())
     report.text(result.headline())
-    unknown = (
-        f"no known cause: the run {result.status}; {'the error above ended it' if result.error else 'see its log'}"
-    )
-    report.findings(result.diagnoses, well="no problems found" if result.is_healthy else unknown)
+    if result.is_healthy or result.status == "stopped":  # by a signal
+        well = "no problems found"
+    else:
+        well = "no diagnosis besides this error" if result.error else "no known cause; see the run's log"
+    report.findings(result.diagnoses, well=well)
     if result.last_words:
         report.text("", *result.last_words)
     return 0 if result.is_healthy else 1
