@@ -52,6 +52,24 @@ def test_messages_without_a_template(world):
     assert names(found.finding, broken, "line 2")
 
 
+@fault("DATA01")
+def test_rows_that_sft_cannot_train_on(world):
+    sft = {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "rm_type": None, "label_key": None}
+    assert names(only(world.look(**sft), "DATA01").remedy, "--label-key")
+    question, answer = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    world.write(*({"input": [question, answer]} for _ in range(3)), {"input": [question]})
+    found = only(world.look(**sft), "DATA01")
+    assert names(found.finding, "1 of the 4 rows", "row 3", "no assistant turn")
+    assert "--skip-bad-rows" in found.remedy
+    only(world.look(**sft, skip_bad_rows=True), "DATA01", "info")
+    world.write(*({"input": [question, answer, question]} for _ in range(4)))
+    assert world.look(**sft) == []
+    (world.model / "chat_template.jinja").unlink()
+    found = only(world.look(**sft), "TPL01")
+    assert "--chat-template-path" in found.remedy
+    assert "--apply-chat-template" not in found.remedy
+
+
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if not loop.last and m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}"

@@ -16,6 +16,7 @@ import orjson
 from furlong.config.sections import Config
 from furlong.config.teachers import MESSAGES
 from furlong.core.chat_template import TEMPLATE_ERRORS, TOO_NESTED, apply_template
+from furlong.core.text import shortened
 from furlong.core.user_functions import CONVERSATION, reads_conversations
 from furlong.data.row_readers import RawRow
 from furlong.errors import ConfigError, DataError
@@ -420,6 +421,21 @@ def message_problem(value: Any) -> str | None:
             continue
         return f"message {i} ({role}) has content {_shown(content)}; content must be a string or a list of typed parts"
     return None
+
+
+def demonstration_problem(prompt: str | Messages, label: Any) -> str | None:
+    """Return why SFT cannot train on a row, which lacks an assistant turn or a response; None if it can."""
+    if isinstance(prompt, str):
+        if isinstance(label, str) and label:
+            return None
+        return (
+            f"a plain prompt needs its response as a string in the label column, got {shortened(label)}; name the "
+            "column with --label-key, or give conversations"
+        )
+    if any(message["role"] == "assistant" and message.get("step_loss_mask", 1) != 0 for message in prompt):
+        return None
+    count = f"{len(prompt)} message{'s' * (len(prompt) != 1)}"
+    return f"a conversation of {count} has no assistant turn to train on; add one, or remove the row"
 
 
 def has_text(messages: Messages) -> bool:

@@ -15,7 +15,7 @@ from furlong.config.engine_groups import served_models
 from furlong.config.facts import is_unscored
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
-from furlong.data.prompt import Prompt, PromptFormat, RejectedRow
+from furlong.data.prompt import Prompt, PromptFormat, RejectedRow, demonstration_problem
 from furlong.diagnosis.preflight.context import PreflightContext, SampledRows
 from furlong.errors import RewardError
 from furlong.rewards.group_reward import GroupReward
@@ -64,10 +64,20 @@ def rows(context: PreflightContext) -> Iterator[Diagnosis]:
                 cause="The file or its slice is empty.",
                 remedy="use a file with rows, or another slice",
             )
+        refused_rows = [*file.rows.refused, *_not_demonstrations(context, file.name, file.rows)]
         for kind, row in ROW_OF_KIND.items():
-            bad = [refused for refused in file.rows.refused if refused.kind == kind]
+            bad = [refused for refused in refused_rows if refused.kind == kind]
             if bad:
                 yield _bad_rows(file.name, row, bad, file.rows, skips=context.config.fault.skip_bad_rows)
+
+
+def _not_demonstrations(context: PreflightContext, name: str, rows: SampledRows) -> Iterator[RejectedRow]:
+    config = context.config
+    if name != "--prompt-data" or config.algo.loss_type != "sft_loss" or config.rollout.rollout_function_path:
+        return
+    for prompt in rows.prompts:
+        if problem := demonstration_problem(prompt.text, prompt.label):
+            yield RejectedRow(prompt.row, f"row {prompt.row} (from 0)", problem)
 
 
 def _bad_rows(flag: str, row: str, bad: Sequence[RejectedRow], rows: SampledRows, *, skips: bool) -> Diagnosis:

@@ -73,16 +73,23 @@ def folder_problems(folder: Path, *, tokenizer: Any = None, needs_tokenizer: boo
 
 
 def no_template(context: PreflightContext) -> Iterator[Diagnosis]:
-    """TPL01: --apply-chat-template without a template, or with one that is not valid Jinja."""
-    data, tokenizer = context.config.data, context.tokenizer
-    if not data.apply_chat_template or tokenizer is None or context.model_dir is None:
+    """TPL01: --apply-chat-template, or SFT on messages, without a template, or with one that is not valid Jinja."""
+    data, tokenizer, flag = context.config.data, context.tokenizer, "--apply-chat-template"
+    if tokenizer is None or context.model_dir is None:
         return
+    if not data.apply_chat_template:
+        if context.config.algo.loss_type != "sft_loss" or context.rows is None:
+            return
+        if not any(isinstance(prompt.text, list) for prompt in context.rows.prompts):
+            return
+        flag = ""
     if not tokenizer.chat_template:
         yield diagnosis(
             "TPL01",
-            f"--apply-chat-template: the tokenizer of {context.model_dir} has no chat template",
+            f"{flag or 'SFT on messages'}: the tokenizer of {context.model_dir} has no chat template",
             cause="It is the tokenizer of a base model.",
-            remedy="remove --apply-chat-template, or set a template with --chat-template-path",
+            remedy=f"{flag and f'remove {flag}, or '}set a template with --chat-template-path "
+            "(`furlong template list`)",
         )
     elif problem := syntax_problem(tokenizer):
         assert context.model_dir is not None  # it has the tokenizer
