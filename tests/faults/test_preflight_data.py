@@ -321,6 +321,8 @@ def test_object_reward_without_reward_key(world):
     found = only(world.look(**own, reward_key="accuracy"), "REW01")
     assert "--reward-key accuracy" in found.finding
     assert world.look(**own, reward_key="score") == []
+    assert "--reward-key acc" in only(world.look(rm_type="dapo"), "REW01").remedy
+    assert world.look(rm_type="dapo", reward_key="score") == []
 
 
 LLAMA = "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"

@@ -277,7 +277,7 @@ def _misses_ends(context: PreflightContext, rewards: Sequence[Any], ends: Sequen
 
 
 def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
-    """REW01: a verifier that scores none of the first rows' labels as a right answer."""
+    """REW01: a verifier that scores none of the first rows' labels as a right answer, or returns an object."""
     config, rows = context.config, context.rows
     name = config.reward.rm_type
     verifier = REWARDS.get((name or "").removeprefix(BOXED))
@@ -295,8 +295,11 @@ def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
         return
     # Format by format: most labels match in the first one, which needs no algebra and so no worker process.
     tries = [[answered(p, form.format(right_answer(p.label)), context.tokenizer) for p in labelled] for form in FORMS]
-    outcomes = asyncio.run(_until_accepted(reward, tries))
-    if not outcomes:
+    outcomes, is_accepted = asyncio.run(_until_accepted(reward, tries))
+    if config.reward.custom_reward_post_process_path is None or config.reward.reward_key is not None:
+        rewards = [outcome.reward for outcome in outcomes if outcome.kind == "scored"]
+        yield from unnamed_entry(f"--rm-type {name}", rewards, config.reward.reward_key)
+    if is_accepted:
         return
     first, raised = labelled[0], all(outcome.kind == "failed" for outcome in outcomes)
     yield diagnosis(
@@ -331,14 +334,14 @@ async def _scored(reward: GroupReward, samples: Sequence[Sample]) -> list[Outcom
         await reward.close()
 
 
-async def _until_accepted(reward: GroupReward, tries: Sequence[Sequence[Sample]]) -> list[Outcome]:
+async def _until_accepted(reward: GroupReward, tries: Sequence[Sequence[Sample]]) -> tuple[list[Outcome], bool]:
     outcomes: list[Outcome] = []
     try:
         for samples in tries:
             outcomes += await reward(samples)
             if any(outcome.kind == "scored" and _number(outcome) > 0 for outcome in outcomes):
-                return []
-        return outcomes
+                return outcomes, True
+        return outcomes, False
     finally:
         await reward.close()
 
