@@ -16,7 +16,7 @@ from furlong.core.model_config import read_json
 from furlong.data.prompt import message_problem, syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
-from furlong.models.hf_folder import COMPLETE, check_folder, template_file
+from furlong.models.hf_folder import COMPLETE, folder_problem, template_file
 from furlong.models.tokenizer import load_tokenizer
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 from furlong.tools.template_test import (
@@ -51,10 +51,8 @@ def folder_problems(folder: Path, *, tokenizer: Any = None, needs_tokenizer: boo
 
     tokenizer: that of the folder, if it was read.
     """
-    try:
-        check_folder(folder, weights=True, tokenizer=needs_tokenizer)
-    except ConfigError as error:
-        finding, _, remedy = str(error).partition(". ")
+    if problem := folder_problem(folder, weights=True, tokenizer=needs_tokenizer):
+        finding, remedy = problem
         if remedy == COMPLETE:
             remedy = COMPLETE_MODEL
         yield diagnosis("CKPT07", finding, remedy=remedy, evidence={"folder": str(folder)})
