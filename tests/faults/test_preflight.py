@@ -152,6 +152,8 @@ def test_a_kl_loss_that_does_not_constrain_the_policy(world):
     assert found.evidence == {"kl_loss_coef": 0.01, "kl_loss_type": "k1"}
     assert names(found.finding, "--kl-loss-coef 0.01", "--kl-loss-type k1")
     assert world.look(**kl, kl_loss_type="k2") == []
+    assert "add --kl-loss-coef" in only(world.doctor(use_kl_loss=True), "CFG02", "warning").remedy
+    assert world.doctor(use_kl_loss=True, kl_loss_coef=0.0) == []
 
 
 @fault("CFG03")

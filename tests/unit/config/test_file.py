@@ -59,6 +59,8 @@ lr: fast
 optim: {seed: 1, clip_grad: .inf}
 release_train: true
 kl-loss-type: k9
+data: {train_batch_size: 8}
+actor_rollout_ref: {model: {path: m}, rollout: {gpu_memory_utilization: 0.5}, critic: {optim: {lr: 1}}}
 eval_interval: null
 rollout_temperature: null
 """
@@ -72,6 +74,10 @@ rollout_temperature: null
         "FILE: optim.clip_grad: got inf, expected a finite number",
         f"FILE: {refusal.message('release_train')}",
         "FILE: kl-loss-type: got 'k9', expected one of k1, k2, k3, low_var_kl",
+        "FILE: unknown key data.train_batch_size; use rollout-batch-size",
+        "FILE: unknown key actor_rollout_ref.model.path; use hf-checkpoint",
+        "FILE: unknown key actor_rollout_ref.rollout.gpu_memory_utilization; use sglang-mem-fraction-static",
+        "FILE: unknown key actor_rollout_ref.critic.optim.lr; did you mean lr?",
         "FILE: rollout_temperature: has no value, expected a number; give a value or remove the key",
     )
 
