@@ -157,6 +157,8 @@ def test_prompts_beyond_the_limit_are_measured(world):
     world.write(*({"input": "x" * length, "label": "1"} for length in (200, 200, 200, 20)))
     found = only(world.look(), "DATA04")
     assert found.evidence == {"num_long": 3, "num_prompts": 4, "context_len": 128, "longest": 200}
+    world.write(*({"input": "x" * 200, "label": "1"} for _ in range(4)))
+    assert "--rollout-max-prompt-len" not in only(world.look(), "DATA04").remedy
 
 
 def test_responses_that_the_context_cuts_off_are_told_before_the_run(world):

@@ -43,6 +43,8 @@ def doctor(words: list[str]) -> int:
             return _explain(id, report)
         case ["--list" | "--explain", *_]:
             raise ConfigError(f"{' '.join(words)}: write `furlong doctor --list` or `furlong doctor --explain ID`")
+        case [folder] if Path(folder).is_dir():
+            raise ConfigError(f"{folder} is a directory; write `furlong doctor --run {folder}` to examine a run")
         case _:
             return _check(words, report)
 

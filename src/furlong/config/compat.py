@@ -107,6 +107,8 @@ _VALUE_ROWS: tuple[tuple[str, str, Verdict, str, str], ...] = (
       for strategy in ("only-teacher", "intersection", "union", "xor")),
     *(("--opd-reward-weight-mode", mode, "refused", "the sum would not be the KL of the policy", "use student_p")
       for mode in ("teacher_p", "none")),
+    *(("--advantage-estimator", name, "refused", "it is a name of other programs", f"use {row}")
+      for name, row in (("gae", "ppo"), ("group_norm", "grpo"), ("reinforce++", "reinforce_plus_plus"))),
     ("--update-weight-delta-checksum", "blake3", "refused", "its library is not a dependency of furlong",
      "use xxh3-128, which has the same length"),
     ("--rm-type", "boxed_dapo", "refused", "dapo reads the line after 'Answer:', which is not inside a box",

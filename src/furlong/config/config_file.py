@@ -165,6 +165,7 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_YAML_FIXES = {"duplicate key": "keep one of them", r"'\t'": "indent with spaces"}
 # Errors of PyYAML itself, and of its constructors for values such as `!!bool x` or the date 2026-13-01.
 _NOT_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
@@ -185,4 +186,5 @@ def read_yaml(path: Path | str, where: str, *, form: str) -> Any:
     try:
         return yaml.load(content.decode("utf-8"), _UniqueKeys)
     except _NOT_YAML as error:
-        raise ConfigError(f"{where} is not YAML: {error}; write {form}") from error
+        fix = next((fix for mark, fix in _YAML_FIXES.items() if mark in str(error)), f"write {form}")
+        raise ConfigError(f"{where} is not YAML: {error}; {fix}") from error

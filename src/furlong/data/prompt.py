@@ -16,7 +16,6 @@ import orjson
 from furlong.config.sections import Config
 from furlong.config.teachers import MESSAGES
 from furlong.core.chat_template import TEMPLATE_ERRORS, TOO_NESTED, apply_template
-from furlong.core.text import shortened
 from furlong.core.user_functions import CONVERSATION, reads_conversations
 from furlong.data.row_readers import RawRow
 from furlong.errors import ConfigError, DataError
@@ -339,6 +338,7 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
                 "syntax",
             ) from error
         fix = "; write rows with json.dumps, in double quotes" if shown.startswith("{'") else ""
+        fix = fix or ("; remove the comma at the end of the line" if text.rstrip().endswith(b",") else "")
         raise _BadRowError(f"not JSON ({error}): {shown!r}{fix}", "syntax") from error
     if not isinstance(values, dict):
         raise _BadRowError(
@@ -421,21 +421,6 @@ def message_problem(value: Any) -> str | None:
             continue
         return f"message {i} ({role}) has content {_shown(content)}; content must be a string or a list of typed parts"
     return None
-
-
-def demonstration_problem(prompt: str | Messages, label: Any) -> str | None:
-    """Return why SFT cannot train on a row, which lacks an assistant turn or a response; None if it can."""
-    if isinstance(prompt, str):
-        if isinstance(label, str) and label:
-            return None
-        return (
-            f"a plain prompt needs its response as a string in the label column, got {shortened(label)}; name the "
-            "column with --label-key, or give conversations"
-        )
-    if any(message["role"] == "assistant" and message.get("step_loss_mask", 1) != 0 for message in prompt):
-        return None
-    count = f"{len(prompt)} message{'s' * (len(prompt) != 1)}"
-    return f"a conversation of {count} has no assistant turn to train on; add one, or remove the row"
 
 
 def has_text(messages: Messages) -> bool:

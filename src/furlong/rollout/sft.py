@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from furlong.core.batch import RolloutBatch
-from furlong.core.chat_template import TEMPLATE_ERRORS, apply_template
+from furlong.core.chat_template import TEMPLATE_ERRORS, apply_template, demonstration_problem
 from furlong.core.metric import Metrics, mean
 from furlong.core.sample import Group, Sample, Status
-from furlong.data.prompt import demonstration_problem
 from furlong.errors import DataError
 from furlong.interfaces import DataSource, Ledger
 from furlong.rollout.generate import EvalSet, evaluate
@@ -169,7 +168,7 @@ def conversation_tokens(
             ) from error
         return list(encoded)
 
-    if problem := demonstration_problem([*messages], None):
+    if problem := demonstration_problem(messages, None):
         raise DataError(problem)
     whole = render(len(messages), prompt=False)
     mask = [0] * len(whole)

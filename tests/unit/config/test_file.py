@@ -95,7 +95,10 @@ def test_a_key_given_twice_in_two_forms_is_a_problem(tmp_path: Path) -> None:
 
 
 def test_a_key_given_twice_in_one_form_is_a_problem(tmp_path: Path) -> None:
-    assert "duplicate key lr" in problems(tmp_path, "lr: 1.0\nlr: 2.0\n")[0]
+    (problem,) = problems(tmp_path, "lr: 1.0\nlr: 2.0\n")
+    assert "duplicate key lr" in problem
+    assert problem.endswith("keep one of them")
+    assert problems(tmp_path, "optim:\n\tlr: 1.0\n")[0].endswith("indent with spaces")
 
 
 def test_an_object_that_json_cannot_hold_is_a_problem(tmp_path: Path) -> None:

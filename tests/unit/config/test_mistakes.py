@@ -91,6 +91,8 @@ MISTAKES = [
     ("--bf16 true", "write --bf16 alone"),
     ("--use-wandb=False", "remove --use-wandb"),
     ("--advantage-estimator GRPO", "did you mean grpo?"),
+    ("--advantage-estimator gae", "use ppo"),
+    ("--advantage-estimator reinforce++", "use reinforce_plus_plus"),
     ("--num-critic-only-steps 3", "remove --num-critic-only-steps"),
     ("--return-level turn", "remove --return-level"),
     ("--engine vllm", "use sglang, or embedded"),

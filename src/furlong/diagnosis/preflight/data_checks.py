@@ -13,9 +13,10 @@ from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.checks.value_checks import BOXED
 from furlong.config.engine_groups import served_models
 from furlong.config.facts import is_unscored
+from furlong.core.chat_template import demonstration_problem
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
-from furlong.data.prompt import Prompt, PromptFormat, RejectedRow, demonstration_problem
+from furlong.data.prompt import Prompt, PromptFormat, RejectedRow
 from furlong.diagnosis.preflight.context import PreflightContext, SampledRows
 from furlong.errors import RewardError
 from furlong.rewards.group_reward import GroupReward
@@ -147,7 +148,8 @@ def lengths(context: PreflightContext) -> Iterator[Diagnosis]:
             f"{len(over)} of the {len(kept)} prompts read leave no room for a response in the context of "
             f"{context_len} tokens; tokens: {distribution}",
             remedy=f"drop such prompts with --rollout-max-prompt-len {max(1, context_len // 2)}"
-            + (", or raise --rollout-max-context-len" if own_len else ""),
+            if len(over) < len(kept)
+            else "use shorter prompts" + (", or raise --rollout-max-context-len" if own_len else ""),
             severity="warning" if context.config.rollout.custom_generate_function_path else None,
             evidence={
                 "num_long": len(over),
