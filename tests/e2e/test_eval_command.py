@@ -190,6 +190,7 @@ def _num_lines(path: Path) -> int:
     ("words", "text"),
     [
         ([], "nothing to evaluate"),
+        (["--seed", "1", "--log-level", "INFO", "sums.jsonl"], "did you mean --prompt-data sums.jsonl"),
         (["--data", "sums.jsonl"], "use --prompt-data"),
         (["absent.jsonl"], "no file"),
         (["absent.py:Thing"], "absent"),

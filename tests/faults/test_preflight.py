@@ -6,6 +6,7 @@ Each is injected, found with its values, fixed as the message says, and gone.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,8 @@ def test_flags_that_need_a_gpu(world, monkeypatch):
 
 
 @fault("CFG05")
-def test_a_model_that_megatron_cannot_shard(world):
+def test_a_model_that_megatron_cannot_shard(world, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron", json)  # installed or not
     config = json.loads((world.model / "config.json").read_text())
     path = world.model / "config.json"
     path.write_text(json.dumps(config | {"mlp_bias": True, "num_key_value_heads": 1}))
@@ -110,6 +112,9 @@ def test_a_model_that_megatron_cannot_shard(world):
     assert any("key/value heads" in finding for finding in found)
     path.write_text(json.dumps(config))
     assert not [each for each in world.look(train_backend="megatron") if each.id == "CFG05"]
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    [found] = [each for each in world.look(train_backend="megatron") if each.id == "CFG05"]
+    assert names(found.remedy, "pip install 'furlong-rl[megatron]'", "--train-backend fsdp")
 
 
 @fault("CFG01")
@@ -147,6 +152,8 @@ def test_a_kl_loss_that_does_not_constrain_the_policy(world):
     assert found.evidence == {"kl_loss_coef": 0.01, "kl_loss_type": "k1"}
     assert names(found.finding, "--kl-loss-coef 0.01", "--kl-loss-type k1")
     assert world.look(**kl, kl_loss_type="k2") == []
+    assert "add --kl-loss-coef" in only(world.doctor(use_kl_loss=True), "CFG02", "warning").remedy
+    assert world.doctor(use_kl_loss=True, kl_loss_coef=0.0) == []
 
 
 @fault("CFG03")

@@ -52,6 +52,24 @@ def test_messages_without_a_template(world):
     assert names(found.finding, broken, "line 2")
 
 
+@fault("DATA01")
+def test_rows_that_sft_cannot_train_on(world):
+    sft = {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "rm_type": None, "label_key": None}
+    assert names(only(world.look(**sft), "DATA01").remedy, "--label-key")
+    question, answer = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    world.write(*({"input": [question, answer]} for _ in range(3)), {"input": [question]})
+    found = only(world.look(**sft), "DATA01")
+    assert names(found.finding, "1 of the 4 rows", "row 3", "no assistant turn")
+    assert "--skip-bad-rows" in found.remedy
+    only(world.look(**sft, skip_bad_rows=True), "DATA01", "info")
+    world.write(*({"input": [question, answer, question]} for _ in range(4)))
+    assert world.look(**sft) == []
+    (world.model / "chat_template.jinja").unlink()
+    found = only(world.look(**sft), "TPL01")
+    assert "--chat-template-path" in found.remedy
+    assert "--apply-chat-template" not in found.remedy
+
+
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if not loop.last and m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}"
@@ -139,6 +157,8 @@ def test_prompts_beyond_the_limit_are_measured(world):
     world.write(*({"input": "x" * length, "label": "1"} for length in (200, 200, 200, 20)))
     found = only(world.look(), "DATA04")
     assert found.evidence == {"num_long": 3, "num_prompts": 4, "context_len": 128, "longest": 200}
+    world.write(*({"input": "x" * 200, "label": "1"} for _ in range(4)))
+    assert "--rollout-max-prompt-len" not in only(world.look(), "DATA04").remedy
 
 
 def test_responses_that_the_context_cuts_off_are_told_before_the_run(world):
@@ -307,6 +327,8 @@ def test_object_reward_without_reward_key(world):
     found = only(world.look(**own, reward_key="accuracy"), "REW01")
     assert "--reward-key accuracy" in found.finding
     assert world.look(**own, reward_key="score") == []
+    assert "--reward-key acc" in only(world.look(rm_type="dapo"), "REW01").remedy
+    assert world.look(rm_type="dapo", reward_key="score") == []
 
 
 LLAMA = "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"

@@ -228,6 +228,9 @@ def test_a_ray_cluster_that_is_not_there(world, monkeypatch):
     assert "ray job submit" in found.remedy
     assert world.look(**ranks, ray_address=None) == []
     assert world.look(**ranks, ray_address="auto") == []
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    for given in (None, address):
+        assert "furlong-rl[ray]" in only(world.doctor(**ranks, ray_address=given), "GPU05").remedy
 
 
 def cluster(monkeypatch, *nodes: Node, resource: str = "CPU") -> None:

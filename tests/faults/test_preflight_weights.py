@@ -237,7 +237,7 @@ def test_an_output_layer_beside_tied_embeddings(world, own):
 
 
 @fault("CKPT07")
-def test_adapters_and_the_hubs_cache_are_named(world):
+def test_adapters_the_hubs_cache_and_runs_are_named(world, monkeypatch):
     adapter = world.folder / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-4B"}))
@@ -249,6 +249,15 @@ def test_adapters_and_the_hubs_cache_are_named(world):
     found = only(world.look(hf_checkpoint=cache), "CKPT07")
     assert str(cache / "snapshots" / "0123abcd") in found.remedy
     assert world.look(hf_checkpoint=cache / "snapshots" / "0123abcd") == []
+    run = world.folder / "run"
+    shutil.copytree(world.model, run / "model")
+    for name in ("config.json", "ledger.jsonl", "latest_checkpointed_iteration.txt"):
+        (run / name).write_text("{}")
+    assert str(run / "model") in only(world.look(hf_checkpoint=run), "CKPT07").remedy
+    monkeypatch.chdir(world.folder)
+    found = only(world.look(hf_checkpoint="."), "CKPT07")
+    assert names(found.finding, "no config.json")
+    assert names(found.remedy, "use a complete")
 
 
 @fault("CKPT01")

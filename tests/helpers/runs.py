@@ -130,7 +130,7 @@ def rows(folder: Path) -> list[Row]:
 
 def reproducible(row: Row) -> Row:
     """Return the reproducible part of a row, without timings and start-up measurements."""
-    return {name: value for name, value in row.items() if not name.startswith((*MEASURED, "selftest/"))}
+    return {name: value for name, value in row.items() if not name.startswith(MEASURED)}
 
 
 def differences(one: Sequence[Row], other: Sequence[Row]) -> list[tuple[int, str, Any, Any]]:

@@ -43,6 +43,8 @@ def doctor(words: list[str]) -> int:
             return _explain(id, report)
         case ["--list" | "--explain", *_]:
             raise ConfigError(f"{' '.join(words)}: write `furlong doctor --list` or `furlong doctor --explain ID`")
+        case [folder] if Path(folder).is_dir():
+            raise ConfigError(f"{folder} is a directory; write `furlong doctor --run {folder}` to examine a run")
         case _:
             return _check(words, report)
 
@@ -67,10 +69,11 @@ def _examine_run(folder: Path, report: Report) -> int:
     result = examine(folder)
     report.record(result.record())
     report.text(result.headline())
-    unknown = (
-        f"no known cause: the run {result.status}; {'the error above ended it' if result.error else 'see its log'}"
-    )
-    report.findings(result.diagnoses, well="no problems found" if result.is_healthy else unknown)
+    if result.is_healthy or result.status == "stopped":  # by a signal
+        well = "no problems found"
+    else:
+        well = "no diagnosis besides this error" if result.error else "no known cause; see the run's log"
+    report.findings(result.diagnoses, well=well)
     if result.last_words:
         report.text("", *result.last_words)
     return 0 if result.is_healthy else 1

@@ -129,7 +129,7 @@ def _sets(
         data = named[0].prompt_data or f"episodes:{options.num_tasks or DEFAULT_TASKS}"
     if data is None and not (config.eval.eval_prompt_data or config.eval.eval_config):
         raise ConfigError(
-            *(problem for problem in problems if problem.row == NO_EFFECT),  # such as unknown flags
+            *(each for each in problems if each.row == NO_EFFECT or "unexpected word" in each),  # such as unknown flags
             "there is nothing to evaluate; name a data file, a task or an environment, such as `furlong eval "
             "problems.jsonl --hf-checkpoint MODEL --rm-type math`",
         )

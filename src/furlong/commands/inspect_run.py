@@ -21,7 +21,7 @@ SHOWN_METRICS = 12
 def report(words: list[str]) -> int:
     """Summarize rewards and speed of runs, and audit their ledgers; exit code 1 if a group was lost or used twice."""
     parser = command_parser("report", report.__doc__)
-    parser.add_argument("runs", nargs="*", metavar="RUN_DIR", help="run directories, or their ledger.jsonl")
+    parser.add_argument("runs", nargs="*", metavar="RUN_DIR", help="run directories, or a directory of them")
     parser.add_argument("--ledger", metavar="RUN_DIR", help="another run, used only to audit its ledger")
     parser.add_argument(
         "--finished",
@@ -32,7 +32,7 @@ def report(words: list[str]) -> int:
         "--trace", action="store_true", help="merge the trace files of killed runs into trace.json, for ui.perfetto.dev"
     )
     options = parser.parse_args(words)
-    runs = [Path(run) for run in options.runs]
+    runs = [run for path in options.runs for run in _runs(Path(path))]
     paths = [*runs, *([Path(options.ledger)] if options.ledger else [])]
     if not paths:
         parser.error("name a run directory")
@@ -64,14 +64,15 @@ def _ledger(path: Path) -> Path:
     return path / "ledger.jsonl" if path.is_dir() else path
 
 
+def _runs(path: Path) -> list[Path]:
+    """Return the runs directly below a directory that is not one, by name; else [path]."""
+    is_run = (path / "config.json").is_file() or _ledger(path).exists()
+    return [path] if is_run else sorted(ledger.parent for ledger in path.glob("*/ledger.jsonl")) or [path]
+
+
 def _no_ledger(path: Path) -> str:
     if not path.exists():
         return f"{path}: no such directory; give a run directory (--output-dir)"
-    runs = sorted(ledger.parent for ledger in path.glob("*/ledger.jsonl"))
-    if runs:
-        return (
-            f"{path}: no ledger.jsonl, but {len(runs)} runs below it; give {path}/*/ or one of them, such as {runs[0]}"
-        )
     return f"{path}: no ledger.jsonl; give a run directory (--output-dir)"
 
 

@@ -107,6 +107,8 @@ _VALUE_ROWS: tuple[tuple[str, str, Verdict, str, str], ...] = (
       for strategy in ("only-teacher", "intersection", "union", "xor")),
     *(("--opd-reward-weight-mode", mode, "refused", "the sum would not be the KL of the policy", "use student_p")
       for mode in ("teacher_p", "none")),
+    *(("--advantage-estimator", name, "refused", "it is a name of other programs", f"use {row}")
+      for name, row in (("gae", "ppo"), ("group_norm", "grpo"), ("reinforce++", "reinforce_plus_plus"))),
     ("--update-weight-delta-checksum", "blake3", "refused", "its library is not a dependency of furlong",
      "use xxh3-128, which has the same length"),
     *(("--loss-type", name, "refused", "the algorithm is another flag", f"use --advantage-estimator {name}")
@@ -219,6 +221,21 @@ OWN: tuple[Refusal, ...] = _rows(  # flags that furlong had, or is thought to ha
     ),
     ("--num-iterations --ppo-epochs", "a batch is trained on once", "split it with --num-steps-per-rollout"),
     (
+        "--max-epochs",
+        "a batch is trained on once",
+        "split it with --num-steps-per-rollout, or repeat the data with --num-epoch",
+    ),
+    (
+        "--remote-rm-url",
+        "a server and a function have flags of their own",
+        "use --rm-type remote_rm --rm-url URL, or --custom-rm-path FILE.py:NAME",
+    ),
+    (
+        "--deepspeed --zero-stage",
+        "DeepSpeed is not used",
+        "remove it: --train-backend fsdp, the default, shards as ZeRO-3 does",
+    ),
+    (
         "--tokenizer --tokenizer-path --processing-class",
         "the tokenizer is that of the model folder",
         "remove it; --chat-template-path replaces its template",
@@ -279,7 +296,6 @@ _OTHER_NAMES = {
     "--debug-rollout-print-every": "--log-completions --num-completions-to-print",
     "--ref-update-interval": "--sync-ref-model --ref-model-sync-steps",
     "--advantage-estimator": "--algorithm --algo --adv-estimator --loss-algorithm --use-critic",
-    "--rm-url": "--remote-rm-url",
     "--kl-coef": "--init-kl-coef",
     "--kl-loss-type": "--kl-estimator",
     "--custom-rm-path": "--reward --rewards --reward-func --reward-funcs --reward-fn --reward-function",
@@ -305,7 +321,7 @@ _OTHER_NAMES = {
     "--eps-clip-high": "--epsilon-high --clip-ratio-high",
     "--entropy-coef": "--entropy-coeff",
     "--engine": "--use-vllm --vllm-mode",
-    "--train-backend": "--trainer --deepspeed --fsdp --zero-stage",
+    "--train-backend": "--trainer --fsdp",
     "--optimizer-cpu-offload": "--adam-offload",
     "--colocate": "--colocate-all-models --vllm-enable-sleep --deepspeed-enable-sleep",
     "--rollout-num-gpus": "--vllm-num-engines",
@@ -336,7 +352,9 @@ VERL_KEYS = {
     "actor_rollout_ref.actor.clip_ratio": "--eps-clip",
     "actor_rollout_ref.actor.entropy_coeff": "--entropy-coef",
     "actor_rollout_ref.actor.strategy": "--train-backend",
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "--optimizer-cpu-offload",
+    "actor_rollout_ref.actor.fsdp_config.param_offload": "--offload-train",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "--offload-train",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "--offload-train",
     "actor_rollout_ref.rollout.name": "--engine",
     "actor_rollout_ref.rollout.n": "--n-samples-per-prompt",
     "actor_rollout_ref.rollout.temperature": "--rollout-temperature",

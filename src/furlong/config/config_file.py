@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -84,7 +84,8 @@ def values_from_mapping(content: Mapping[Any, Any], path: str, specs: Mapping[st
         elif spec is None and is_engine_option(flag):
             read.set_option(flag, where, partial(value_in_file, value=value))
         elif spec is None:
-            _refuse_unknown(read, path, shown, flag, by_key)
+            for name in _dotted(shown, value):
+                _refuse_unknown(read, path, name, "--" + _canonical(name.rpartition(".")[2]).replace("_", "-"), by_key)
         elif section and spec.section != section:
             problem = f"{where}: {key} is in section {spec.section}; move it there, or to the top level"
             read.refuse(spec.flag, problem)
@@ -105,6 +106,15 @@ def _entries(content: Mapping[Any, Any], sections: set[str]) -> Iterator[tuple[s
             yield str(key), "", value
 
 
+def _dotted(name: str, value: Any) -> Iterator[str]:
+    """Yield the names of the values in `value`, as `name.key` if it is a mapping, as Hydra writes them."""
+    if not isinstance(value, dict) or not value:
+        yield name
+        return
+    for key, inner in cast("dict[Any, Any]", value).items():
+        yield from _dotted(f"{name}.{key}", inner)
+
+
 def _canonical(key: str) -> str:
     return key.removeprefix("--").replace("-", "_")
 
@@ -119,7 +129,7 @@ def _refuse_unknown(read: FlagValues, path: str, shown: str, flag: str, by_key: 
         read.problems.append(Problem(f"{path}: {refusal.message(shown)}", NO_EFFECT))
         return
     names, hint = did_you_mean(_canonical(flag), by_key)
-    if (known := FURLONG_NAMES.get(flag) or VERL_KEYS.get(shown)) is not None:
+    if (known := VERL_KEYS.get(shown) or FURLONG_NAMES.get(flag)) is not None:
         name = _canonical(known.split()[0].rstrip(","))
         names, hint = [name], f"use {_ARGUMENTS.get(name, name) if path == KEYWORDS else known.removeprefix('--')}"
     fix = hint or (
@@ -127,7 +137,7 @@ def _refuse_unknown(read: FlagValues, path: str, shown: str, flag: str, by_key: 
         "themselves"
     )
     read.problems.append(Problem(f"{path}: unknown key {shown}; {fix}", NO_EFFECT))
-    read.wrong_flags.extend(by_key[name].flag for name in names)
+    read.wrong_flags.extend(by_key[name].flag for name in names if name in by_key)
 
 
 def _store(read: FlagValues, where: str, spec: FlagSpec, key: str, value: Any) -> None:
@@ -155,6 +165,7 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_YAML_FIXES = {"duplicate key": "keep one of them", r"'\t'": "indent with spaces"}
 # Errors of PyYAML itself, and of its constructors for values such as `!!bool x` or the date 2026-13-01.
 _NOT_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
@@ -175,4 +186,5 @@ def read_yaml(path: Path | str, where: str, *, form: str) -> Any:
     try:
         return yaml.load(content.decode("utf-8"), _UniqueKeys)
     except _NOT_YAML as error:
-        raise ConfigError(f"{where} is not YAML: {error}; write {form}") from error
+        fix = next((fix for mark, fix in _YAML_FIXES.items() if mark in str(error)), f"write {form}")
+        raise ConfigError(f"{where} is not YAML: {error}; {fix}") from error

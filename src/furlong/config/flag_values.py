@@ -97,8 +97,10 @@ def _scalar(spec: FlagSpec, word: str) -> Any:
 
 
 def _number_meant(spec: FlagSpec, word: str) -> str:
-    """Return the number that `1e3`, `1,000`, `8k` or `1e-5,` stands for, as the flag accepts it; "" for none."""
-    text = re.sub(r"(?<=\d)[kK]$", "e3", word.rstrip(",;.").replace(",", ""))
+    """Return the number that `1e3`, `1,000`, `0,5`, `8k` or `1e-5,` stands for, as the flag accepts it; "" for none."""
+    text = re.sub(r"(?<=\d)[kK]$", "e3", word.rstrip(",;."))
+    has_thousands = re.match(r"-?[1-9]\d{0,2}(,\d{3})+(?!\d)", text)
+    text = text.replace(",", "" if has_thousands else ".")
     with contextlib.suppress(ValueError, OverflowError):
         number = float(text)
         if spec.type is float:

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import jinja2
 
+from furlong.core.text import shortened
+
 # Raised by Python if the code that Jinja makes of a template is nested too deeply.
 TOO_NESTED = (RecursionError, SyntaxError, MemoryError)
 # Raised by templates for conversations that they do not support; other exceptions are bugs and propagate.
@@ -37,6 +39,21 @@ def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **opti
         if decoded == as_written:
             raise
         return tokenizer.apply_chat_template(as_written, **options)
+
+
+def demonstration_problem(prompt: str | Sequence[Mapping[str, Any]], label: Any) -> str | None:
+    """Return why SFT cannot train on a row, which lacks an assistant turn or a response; None if it can."""
+    if isinstance(prompt, str):
+        if isinstance(label, str) and label:
+            return None
+        return (
+            f"a plain prompt needs its response as a string in the label column, got {shortened(label)}; name the "
+            "column with --label-key, or give conversations"
+        )
+    if any(message["role"] == "assistant" and message.get("step_loss_mask", 1) != 0 for message in prompt):
+        return None
+    count = f"{len(prompt)} message{'s' * (len(prompt) != 1)}"
+    return f"a conversation of {count} has no assistant turn to train on; add one, or remove the row"
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]], *, decodes_arguments: bool = True) -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, cast
 
+from furlong.core.text import did_you_mean
+
 PACKAGES = ("slime", "miles")
 TABLE = "furlong.slime_api.table"  # above this layer: imported when the first of these modules is
 
@@ -84,9 +86,9 @@ class SlimeModule(ModuleType):
             return importlib.import_module(f"{self.__name__}.{name}")
         module, _, attribute = table.NAMES[self.__name__].get(name, "").partition(":")
         if not module or importlib.util.find_spec(module) is None:
-            raise NotInFurlongError(
-                f"{self.__name__} of furlong has no {name}; {table.remedy(self.__name__, name)}", name=self.__name__
-            )
+            similar = "" if module else did_you_mean(name, table.NAMES[self.__name__])[1]
+            fix = similar or table.remedy(self.__name__, name)
+            raise NotInFurlongError(f"{self.__name__} of furlong has no {name}; {fix}", name=self.__name__)
         value = getattr(importlib.import_module(module), attribute)
         setattr(self, name, value)
         return value

@@ -338,6 +338,7 @@ def _parsed(line: bytes, is_first: bool) -> dict[str, Any]:
                 "syntax",
             ) from error
         fix = "; write rows with json.dumps, in double quotes" if shown.startswith("{'") else ""
+        fix = fix or ("; remove the comma at the end of the line" if text.rstrip().endswith(b",") else "")
         raise _BadRowError(f"not JSON ({error}): {shown!r}{fix}", "syntax") from error
     if not isinstance(values, dict):
         raise _BadRowError(

@@ -131,6 +131,8 @@ class PromptDataPath:
                 return "arrow"
             raise DataError(_folder_problem(path))
         if not path.is_file():
+            if path.exists():
+                raise DataError(f"{path} is a pipe or a device, which can be read only once; write it to a file first")
             raise DataError(f"no data at {path}: no such file or folder; check --prompt-data")
         if path.suffix in (".jsonl", ".ndjson"):
             return "jsonl"

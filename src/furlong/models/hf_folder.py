@@ -32,13 +32,19 @@ def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool =
     Raises ConfigError with the missing files, similar names that exist, and how to get the files.
     """
     folder = Path(folder)
+    if problem := folder_problem(folder, weights=weights, tokenizer=tokenizer):
+        raise ConfigError(". ".join(problem))
+    return folder
+
+
+def folder_problem(folder: Path, *, weights: bool = False, tokenizer: bool = False) -> tuple[str, str] | None:
+    """Return why a folder is not a Hugging Face model folder, and the remedy; None if it is one."""
     if not folder.is_dir():
         names = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
         close = difflib.get_close_matches(folder.name, names, n=3)
         hint = f"; {folder.parent} contains {', '.join(close)}" if close else ""
-        raise ConfigError(
-            f"no such model folder: {folder}{hint}; give a model folder, or the name of a model on the Hub"
-        )
+        remedy = "Give a model folder, or the name of a model on the Hub"
+        return f"no such model folder: {folder}{hint}", remedy
     needed = [("config.json",)]
     needed += [WEIGHT_FILES] if weights else []
     needed += [TOKENIZER_FILES] if tokenizer else []
@@ -51,11 +57,15 @@ def check_folder(folder: Path | str, *, weights: bool = False, tokenizer: bool =
                 if close
                 else f"; it contains {', '.join(present[:8]) or 'nothing'}"
             )
-            raise ConfigError(f"{folder} has no {' or '.join(names)}{hint}. {_remedy(folder, names, present)}")
-    return folder
+            return f"{folder} has no {' or '.join(names)}{hint}", _remedy(folder, names, present)
+    return None
 
 
 def _remedy(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:
+    if "ledger.jsonl" in present:
+        model = folder / "model"
+        use = f"use {model}" if (model / "config.json").is_file() else "--save-hf writes model folders"
+        return f"It is a run directory, not a model; {use}"
     snapshots = sorted(path for path in folder.glob(f"{SNAPSHOTS}/*") if (path / "config.json").exists())
     if snapshots:
         return f"It is a folder of the Hub's cache, where each commit of a model has its own; use {snapshots[-1]}"
@@ -80,8 +90,6 @@ def _remedy(folder: Path, missing: tuple[str, ...], present: list[str]) -> str:
             "It has no tokenizer; copy that of the model it was trained from: "
             f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(folder)!r})"
         )
-    if "ledger.jsonl" in present:
-        return "It is a run directory, not a model; --save-hf writes model folders"
     return COMPLETE
 
 

@@ -125,7 +125,7 @@ class CustomReward:
 
     def _unknown(self, name: str, columns: Iterable[str]) -> RewardError:
         known = [*columns]
-        hint = did_you_mean(name, known)[1] or "name one of them"
+        hint = did_you_mean(name, known)[1] or "name one of them, put that column into the object of --metadata-key"
         return RewardError(
             f"the reward function {self.name} has the parameter {name}, which is none of {', '.join(known)}; "
             f"{hint}, or give the parameter a default"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from furlong.core.batch import RolloutBatch
-from furlong.core.chat_template import TEMPLATE_ERRORS, apply_template
+from furlong.core.chat_template import TEMPLATE_ERRORS, apply_template, demonstration_problem
 from furlong.core.metric import Metrics, mean
 from furlong.core.sample import Group, Sample, Status
 from furlong.errors import DataError
@@ -125,11 +125,8 @@ def demonstrate(sample: Sample, tokenizer: Any, *, suggest_template: Callable[[]
         )
         first = mask.index(1)
     else:
-        if not isinstance(sample.label, str) or not sample.label:
-            raise DataError(
-                f"sample {sample.index}: a plain prompt needs its response as a string in the label column, got "
-                f"{sample.label!r}; name the column with --label-key, or give conversations"
-            )
+        if problem := demonstration_problem(sample.prompt, sample.label):
+            raise DataError(problem)
         prompt = list(sample.tokens) or list(tokenizer.encode(sample.prompt, add_special_tokens=False))
         answer = [*tokenizer.encode(sample.label, add_special_tokens=False), tokenizer.eos_token_id]
         tokens, mask, first = prompt + answer, [0] * len(prompt) + [1] * len(answer), len(prompt)
@@ -171,6 +168,8 @@ def conversation_tokens(
             ) from error
         return list(encoded)
 
+    if problem := demonstration_problem(messages, None):
+        raise DataError(problem)
     whole = render(len(messages), prompt=False)
     mask = [0] * len(whole)
     for i, message in enumerate(messages):
@@ -191,6 +190,5 @@ def conversation_tokens(
             )
         mask[len(before) : len(after)] = [1] * (len(after) - len(before))
     if not any(mask):
-        count = f"{len(messages)} message{'s' * (len(messages) != 1)}"
-        raise DataError(f"a conversation of {count} has no assistant turn to train on; add one, or remove the row")
+        raise DataError("the chat template leaves out every assistant turn; correct the row, or remove it")
     return whole, mask

@@ -66,6 +66,12 @@ def _folder_problems(resolved: Resolved) -> Iterator[str]:
             what = "is not writable by this user" if path.is_file() else "is not a file"
             yield f"--output-dir {folder}: {path.name} {what}; choose another directory, such as {free_folder(folder)}"
             return
+    if (folder / CONFIG).exists():
+        try:
+            read_sections(folder, f"--output-dir {folder}")
+        except ConfigError as error:  # damaged, or that of a model
+            yield f"{str(error).rpartition('; ')[0]}; choose another --output-dir, such as {free_folder(folder)}"
+            return
     if is_locked(folder / RUN_LOG):
         yield f"--output-dir {folder} {IN_USE}"
     elif (folder / METRICS).exists() and not (_has_checkpoint(flags) or _is_of(folder, flags)):

@@ -766,7 +766,7 @@ class TrainFlags(TypedDict, total=False):
     save: str | Path | None
     """Directory to write checkpoints to."""
     save_interval: int | None
-    """Rollouts between checkpoints. Default: one checkpoint at the end."""
+    """Rollouts between checkpoints. Default with --num-rollout: one checkpoint at the end."""
     save_hf: str | Path | None
     """Directory for the trained model in Hugging Face format, written at the end of the run; with `{rollout_id}` in it,
     which is replaced, at every checkpoint. Default: `model` in the run directory."""

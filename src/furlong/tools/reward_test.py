@@ -100,7 +100,10 @@ def reward_findings(calls: Sequence[RewardCall], *, name: str, reward_key: str |
                 "REW01",
                 f"{name}: the label scores no better than a wrong answer in {len(both)} of {len(both)} rows; "
                 f"row {row}: {right[row]} and {wrong[row]}",
-                cause="--label-key is not the column with the answer, or the reward expects another response format.",
+                cause="--label-key is not the column with the answer, or the reward expects another response format."
+                if isinstance(scored[0].label, str)
+                else f"The labels are of type {type(scored[0].label).__name__}, and responses are text, or the reward "
+                "expects another response format.",
                 remedy="check --label-key, and try a full response with --response 'TEXT with {label}'",
                 severity="warning",
             )

@@ -18,7 +18,8 @@ from furlong.tracking.console import is_eval_mean
 from furlong.tracking.run_files import EVENTS, METRICS, JsonRow, read_flags, read_intact_rows, read_rows
 
 DIGESTS = "determinism.jsonl"
-MEASURED = ("perf/", "diagnosis/")  # times differ in every run, and so do diagnoses based on them
+# Times differ in every run, and so do diagnoses based on them; self-tests are only made at a start.
+MEASURED = ("perf/", "diagnosis/", "selftest/")
 PLACES = frozenset({"output_dir", "run_name", "save", "load", "dump_details", "wandb_group"})
 DIGITS = 8  # per sample in a hash
 ROW_KEYS = ("step", "stage", "values")

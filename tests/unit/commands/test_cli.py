@@ -243,10 +243,12 @@ def test_report_names_every_folder_that_is_not_a_run(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["report", str(tmp_path / "runs"), str(tmp_path / "empty"), str(tmp_path / "none")]) == 2
     err = capsys.readouterr().err
-    assert f"1. {tmp_path}/runs: " in err
-    assert f"{tmp_path}/runs/a" in err
-    assert f"2. {tmp_path}/empty: " in err
-    assert f"3. {tmp_path}/none: " in err
+    assert f"1. {tmp_path}/empty: " in err
+    assert f"2. {tmp_path}/none: " in err
+    (tmp_path / "runs" / "model").mkdir()
+    assert main(["report", str(tmp_path / "runs")]) == 0
+    assert main(["doctor", str(tmp_path / "runs")]) == 2
+    assert "--run" in capsys.readouterr().err
     (tmp_path / "empty" / "config.json").touch()  # of a run that ended while it started
     assert main(["report", str(tmp_path / "runs" / "a"), str(tmp_path / "empty")]) == 0
     assert f"{tmp_path}/empty: " in capsys.readouterr().err

@@ -59,6 +59,8 @@ lr: fast
 optim: {seed: 1, clip_grad: .inf}
 release_train: true
 kl-loss-type: k9
+data: {train_batch_size: 8}
+actor_rollout_ref: {model: {path: m}, rollout: {gpu_memory_utilization: 0.5}, critic: {optim: {lr: 1}}}
 eval_interval: null
 rollout_temperature: null
 """
@@ -72,6 +74,10 @@ rollout_temperature: null
         "FILE: optim.clip_grad: got inf, expected a finite number",
         f"FILE: {refusal.message('release_train')}",
         "FILE: kl-loss-type: got 'k9', expected one of k1, k2, k3, low_var_kl",
+        "FILE: unknown key data.train_batch_size; use rollout-batch-size",
+        "FILE: unknown key actor_rollout_ref.model.path; use hf-checkpoint",
+        "FILE: unknown key actor_rollout_ref.rollout.gpu_memory_utilization; use sglang-mem-fraction-static",
+        "FILE: unknown key actor_rollout_ref.critic.optim.lr; did you mean lr?",
         "FILE: rollout_temperature: has no value, expected a number; give a value or remove the key",
     )
 
@@ -89,7 +95,10 @@ def test_a_key_given_twice_in_two_forms_is_a_problem(tmp_path: Path) -> None:
 
 
 def test_a_key_given_twice_in_one_form_is_a_problem(tmp_path: Path) -> None:
-    assert "duplicate key lr" in problems(tmp_path, "lr: 1.0\nlr: 2.0\n")[0]
+    (problem,) = problems(tmp_path, "lr: 1.0\nlr: 2.0\n")
+    assert "duplicate key lr" in problem
+    assert problem.endswith("keep one of them")
+    assert problems(tmp_path, "optim:\n\tlr: 1.0\n")[0].endswith("indent with spaces")
 
 
 def test_an_object_that_json_cannot_hold_is_a_problem(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def test_negative_slices_need_a_table(tmp_path: Path) -> None:
 BAD_ROWS = [
     ('{"input": "a", "label": ', "not JSON"),
     ("{'input': 'a'}", r"write rows with json\.dumps"),
+    ('{"input": "a", "label": "1"},', "remove the comma"),
     ("[1, 2]", "a list, not an object"),
     ({"inptu": "a", "label": "1"}, r"no key 'input'; the row has \['inptu', 'label'\]; the closest is 'inptu'"),
     ({"input": "a", "answer": "1"}, "no key 'label'.*--label-key"),

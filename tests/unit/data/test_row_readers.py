@@ -33,6 +33,8 @@ def test_missing_and_unknown_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere\.jsonl: no such file"):
         _ = PromptDataPath(tmp_path / "nowhere.jsonl").kind
     (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(DataError, match="write it to a file"):
+        _ = PromptDataPath(Path("/dev/null")).kind
     with pytest.raises(DataError, match=r"'\.csv'"):
         _ = PromptDataPath(tmp_path / "a.csv").kind
     with pytest.raises(DataError, match="not written by datasets"):

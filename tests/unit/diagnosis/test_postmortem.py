@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from furlong.catalogue import Diagnosis
+from furlong.commands.doctor import doctor
 from furlong.config import parse
 from furlong.config.sections import Config
 from furlong.core.batch import pack_micro_batch
@@ -192,10 +193,16 @@ def test_the_first_exception_of_an_engines_log_is_reported_as_the_cause(
     assert [d.id for d in examine(folder).diagnoses][:1] == [id]
 
 
-def test_an_interrupted_run_without_a_message_is_examined(tmp_path: Path) -> None:
+def test_an_interrupted_run_without_a_message_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_folder(tmp_path / "run", START, {"event": "failed", "error": "KeyboardInterrupt", "message": ""})
     result = examine(folder)
     assert (result.status, result.error) == ("failed", "KeyboardInterrupt")
+    for event, shown in (
+        ({"event": "stopped", "message": "by SIGHUP"}, "by SIGHUP\nno problems found"),
+        ({"event": "failed", "error": "DataError", "message": "row 0"}, "DataError: row 0\nno diagnosis besides"),
+    ):
+        assert doctor(["--run", str(run_folder(folder, START, event))]) == 1
+        assert shown in capsys.readouterr().out
 
 
 def test_an_error_that_is_a_diagnosis_is_not_reported_twice(tmp_path: Path) -> None:

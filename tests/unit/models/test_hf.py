@@ -75,7 +75,7 @@ def test_the_chat_template_marks_turns_with_special_ids():
 
 
 def test_a_missing_folder_is_an_error_with_similar_names(tiny):
-    with pytest.raises(ConfigError, match=r"tinny; .*contains tiny; give a model folder"):
+    with pytest.raises(ConfigError, match=r"tinny; .*contains tiny. Give a model folder"):
         hf.load_model(tiny.parent / "tinny")
 
 

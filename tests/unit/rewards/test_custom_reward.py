@@ -64,6 +64,7 @@ def test_a_parameter_without_a_value_fails_the_sample_and_is_named():
         outcome = score(function)
         assert outcome.kind == "failed"
         assert f"has the parameter answer, which is none of {columns}" in outcome.reason
+        assert "--metadata-key" in outcome.reason
 
 
 def test_the_columns_of_prompt_and_label_have_their_own_names_too():

@@ -143,6 +143,10 @@ def test_a_folder_that_cannot_be_looked_at_is_a_problem(resolve, tmp_path):
     (tmp_path / "run" / "config.json").write_text("{")
     [problem] = folder_problems(resolve())
     assert "config.json is corrupt" in problem
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "config.json").write_text('{"model_type": "qwen3"}')  # of a model
+    [problem] = folder_problems(resolve())
+    assert f"choose another --output-dir, such as {tmp_path / 'run-2'}" in problem
 
 
 def test_named_folder_in_which_nothing_was_trained_can_be_used_again(resolve, tmp_path):

@@ -51,6 +51,7 @@ def test_names_are_those_of_furlong():
         ("import slime.agent.trajectory", r"policy\(\)"),
         ("from slime.agent import parsing", r"policy\(\)"),
         ("from slime.utils.types import MultimodalTypes", "train on text"),
+        ("from slime.utils.types import Sampel", "did you mean Sample"),
         ("from slime.utils.misc import chunk_named_params_by_size", "copy the helper"),
         ("from slime.utils import unheard_of", "reference/slime.md"),
         ("from miles.utils import unheard_of", "out of miles"),

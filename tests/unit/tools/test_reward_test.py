@@ -7,6 +7,7 @@ import json
 import pytest
 
 from furlong.cli import main
+from furlong.tools.reward_test import RewardCall, reward_findings
 from runs import write_prompts
 
 FUNCTIONS = """
@@ -124,3 +125,10 @@ def test_response_of_the_user_is_tried_with_each_label(reward):
 def test_wrong_usage_names_what_is_missing(words, problem, capsys):
     assert main(["reward", "test", *words]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_labels_that_are_numbers_are_named():
+    kinds = ("the label", "a wrong answer")
+    calls = [RewardCall(0, kind, "5", 5, "scored", 0.0, "float", "", 0.0) for kind in kinds]
+    (found,) = reward_findings(calls, name="f", reward_key=None)
+    assert "int" in found.cause

@@ -81,7 +81,7 @@ def test_line_that_a_crash_cut_off_is_not_read(tmp_path):
 
 def test_metrics_differ_from_a_step_on_by_at_most_so_much(tmp_path):
     def rows(*losses):
-        return [{"step": i, "train/loss": loss, "same": 1} for i, loss in enumerate(losses, 1)]
+        return [{"step": i, "train/loss": loss, "same": 1, "selftest/ref_kl": loss} for i, loss in enumerate(losses, 1)]
 
     a = run_folder(tmp_path / "a", metrics=rows(1.0, 2.0, 4.0))
     b = run_folder(tmp_path / "b", metrics=rows(1.0, 2.2, 8.0))

@@ -15,7 +15,7 @@ class CheckpointFlags:
     save: str | None = flag(None, "Directory to write checkpoints to.", metavar="DIR")
     save_interval: int | None = flag(
         None,
-        "Rollouts between checkpoints. Default: one checkpoint at the end.",
+        "Rollouts between checkpoints. Default with --num-rollout: one checkpoint at the end.",
         within="[1, inf)",
         needs="save or save_hf",
     )

@@ -14,6 +14,7 @@ from furlong.catalogue import Diagnosis, diagnosis
 from furlong.config.checks.value_checks import BOXED
 from furlong.config.engine_groups import served_models
 from furlong.config.facts import is_unscored
+from furlong.core.chat_template import demonstration_problem
 from furlong.core.outcome import Outcome
 from furlong.core.sample import Sample
 from furlong.core.user_functions import load_function, reward_style
@@ -66,10 +67,20 @@ def rows(context: PreflightContext) -> Iterator[Diagnosis]:
                 cause="The file or its slice is empty.",
                 remedy="use a file with rows, or another slice",
             )
+        refused_rows = [*file.rows.refused, *_not_demonstrations(context, file.name, file.rows)]
         for kind, row in ROW_OF_KIND.items():
-            bad = [refused for refused in file.rows.refused if refused.kind == kind]
+            bad = [refused for refused in refused_rows if refused.kind == kind]
             if bad:
                 yield _bad_rows(file.name, row, bad, file.rows, skips=context.config.fault.skip_bad_rows)
+
+
+def _not_demonstrations(context: PreflightContext, name: str, rows: SampledRows) -> Iterator[RejectedRow]:
+    config = context.config
+    if name != "--prompt-data" or config.algo.loss_type != "sft_loss" or config.rollout.rollout_function_path:
+        return
+    for prompt in rows.prompts:
+        if problem := demonstration_problem(prompt.text, prompt.label):
+            yield RejectedRow(prompt.row, f"row {prompt.row} (from 0)", problem)
 
 
 def _bad_rows(flag: str, row: str, bad: Sequence[RejectedRow], rows: SampledRows, *, skips: bool) -> Diagnosis:
@@ -139,7 +150,8 @@ def lengths(context: PreflightContext) -> Iterator[Diagnosis]:
             f"{len(over)} of the {len(kept)} prompts read leave no room for a response in the context of "
             f"{context_len} tokens; tokens: {distribution}",
             remedy=f"drop such prompts with --rollout-max-prompt-len {max(1, context_len // 2)}"
-            + (", or raise --rollout-max-context-len" if own_len else ""),
+            if len(over) < len(kept)
+            else "use shorter prompts" + (", or raise --rollout-max-context-len" if own_len else ""),
             severity="warning" if context.config.rollout.custom_generate_function_path else None,
             evidence={
                 "num_long": len(over),
@@ -286,7 +298,7 @@ def _misses_ends(context: PreflightContext, rewards: Sequence[Any], ends: Sequen
 
 
 def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
-    """REW01: a verifier that scores none of the first rows' labels as a right answer."""
+    """REW01: a verifier that scores none of the first rows' labels as a right answer, or returns an object."""
     config, rows = context.config, context.rows
     name = config.reward.rm_type
     verifier = REWARDS.get((name or "").removeprefix(BOXED))
@@ -304,8 +316,11 @@ def verifier_and_labels(context: PreflightContext) -> Iterator[Diagnosis]:
         return
     # Format by format: most labels match in the first one, which needs no algebra and so no worker process.
     tries = [[answered(p, form.format(right_answer(p.label)), context.tokenizer) for p in labelled] for form in FORMS]
-    outcomes = asyncio.run(_until_accepted(reward, tries))
-    if not outcomes:
+    outcomes, is_accepted = asyncio.run(_until_accepted(reward, tries))
+    if config.reward.custom_reward_post_process_path is None or config.reward.reward_key is not None:
+        rewards = [outcome.reward for outcome in outcomes if outcome.kind == "scored"]
+        yield from unnamed_entry(f"--rm-type {name}", rewards, config.reward.reward_key)
+    if is_accepted:
         return
     first, raised = labelled[0], all(outcome.kind == "failed" for outcome in outcomes)
     yield diagnosis(
@@ -340,14 +355,14 @@ async def _scored(reward: GroupReward, samples: Sequence[Sample]) -> list[Outcom
         await reward.close()
 
 
-async def _until_accepted(reward: GroupReward, tries: Sequence[Sequence[Sample]]) -> list[Outcome]:
+async def _until_accepted(reward: GroupReward, tries: Sequence[Sequence[Sample]]) -> tuple[list[Outcome], bool]:
     outcomes: list[Outcome] = []
     try:
         for samples in tries:
             outcomes += await reward(samples)
             if any(outcome.kind == "scored" and _number(outcome) > 0 for outcome in outcomes):
-                return []
-        return outcomes
+                return outcomes, True
+        return outcomes, False
     finally:
         await reward.close()
 

@@ -93,6 +93,14 @@ def chat_template(context: PreflightContext) -> Iterator[Diagnosis]:
 def kl_without_pull(context: PreflightContext) -> Iterator[Diagnosis]:
     """CFG02: a KL term in the loss that does not constrain the policy."""
     algo = context.config.algo
+    if algo.use_kl_loss and not algo.kl_loss_coef and context.sources.get("kl_loss_coef") == "default":
+        yield diagnosis(
+            "CFG02",
+            "--use-kl-loss without --kl-loss-coef: the KL term is only reported, as its weight is 0",
+            cause="",
+            remedy="add --kl-loss-coef 0.001, or 0 to only report the KL",
+            severity="warning",
+        )
     is_in_loss = algo.loss_type == "policy_loss" and algo.use_kl_loss and algo.kl_loss_coef != 0
     if is_in_loss and algo.kl_loss_type == "k1" and not algo.use_unbiased_kl:
         yield diagnosis(

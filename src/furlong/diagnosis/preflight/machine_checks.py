@@ -29,6 +29,7 @@ from furlong.tools.environment import environment_findings, read_environment
 from furlong.tools.gpu_memory import gpus_in_use, local_device
 from furlong.tools.memory_plan import cpu_findings, findings, host_findings, plan_memory
 from furlong.tracking.trackers import OPTIONAL, not_installed
+from furlong.training.megatron.parallel_layout import NOT_INSTALLED
 
 RAY_CONNECT_S = 3.0  # to connect to a running cluster, and for its answer
 
@@ -252,9 +253,16 @@ def training_fits(context: PreflightContext) -> Iterator[Diagnosis]:
 
 
 def ray_cluster(context: PreflightContext) -> Iterator[Diagnosis]:
-    """GPU05: no Ray cluster at --ray-address; Ray itself would retry for minutes."""
+    """GPU05: Ray is not installed, or there is no cluster at --ray-address; Ray itself would retry for minutes."""
     address = context.config.cluster.ray_address
-    if address is None or not uses_ray(context.config):
+    if not uses_ray(context.config):
+        return
+    if importlib.util.find_spec("ray") is None:
+        yield from_problem(
+            "the trainer runs on Ray, which is not installed; pip install 'furlong-rl[ray]'", row="GPU05"
+        )
+        return
+    if address is None:
         return
     if address.startswith("ray://"):
         yield diagnosis(
@@ -315,6 +323,9 @@ def device(context: PreflightContext, devices: Path = Path("/dev")) -> Iterator[
     config = context.config
     if config.cluster.ray_address is not None:
         return  # checked when the run connects to that cluster
+    trains = not config.debug.debug_rollout_only
+    if trains and config.train.train_backend == "megatron" and importlib.util.find_spec("megatron") is None:
+        yield from_problem(NOT_INSTALLED)
     kind = visible_device(devices)
     problems = list(device_problems(config, kind))
     if not without_engines(config):

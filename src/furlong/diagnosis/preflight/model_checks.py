@@ -16,7 +16,7 @@ from furlong.core.model_config import read_json
 from furlong.data.prompt import message_problem, syntax_problem
 from furlong.diagnosis.preflight.context import PreflightContext
 from furlong.errors import ConfigError
-from furlong.models.hf_folder import COMPLETE, check_folder, template_file
+from furlong.models.hf_folder import COMPLETE, folder_problem, template_file
 from furlong.models.tokenizer import load_tokenizer
 from furlong.sglang_layout.layout_facts import HASHED, KEEPS_ROUTER, OWN_HEAD
 from furlong.tools.template_test import (
@@ -51,10 +51,8 @@ def folder_problems(folder: Path, *, tokenizer: Any = None, needs_tokenizer: boo
 
     tokenizer: that of the folder, if it was read.
     """
-    try:
-        check_folder(folder, weights=True, tokenizer=needs_tokenizer)
-    except ConfigError as error:
-        finding, _, remedy = str(error).partition(". ")
+    if problem := folder_problem(folder, weights=True, tokenizer=needs_tokenizer):
+        finding, remedy = problem
         if remedy == COMPLETE:
             remedy = COMPLETE_MODEL
         yield diagnosis("CKPT07", finding, remedy=remedy, evidence={"folder": str(folder)})
@@ -73,16 +71,23 @@ def folder_problems(folder: Path, *, tokenizer: Any = None, needs_tokenizer: boo
 
 
 def no_template(context: PreflightContext) -> Iterator[Diagnosis]:
-    """TPL01: --apply-chat-template without a template, or with one that is not valid Jinja."""
-    data, tokenizer = context.config.data, context.tokenizer
-    if not data.apply_chat_template or tokenizer is None or context.model_dir is None:
+    """TPL01: --apply-chat-template, or SFT on messages, without a template, or with one that is not valid Jinja."""
+    data, tokenizer, flag = context.config.data, context.tokenizer, "--apply-chat-template"
+    if tokenizer is None or context.model_dir is None:
         return
+    if not data.apply_chat_template:
+        if context.config.algo.loss_type != "sft_loss" or context.rows is None:
+            return
+        if not any(isinstance(prompt.text, list) for prompt in context.rows.prompts):
+            return
+        flag = ""
     if not tokenizer.chat_template:
         yield diagnosis(
             "TPL01",
-            f"--apply-chat-template: the tokenizer of {context.model_dir} has no chat template",
+            f"{flag or 'SFT on messages'}: the tokenizer of {context.model_dir} has no chat template",
             cause="It is the tokenizer of a base model.",
-            remedy="remove --apply-chat-template, or set a template with --chat-template-path",
+            remedy=f"{flag and f'remove {flag}, or '}set a template with --chat-template-path "
+            "(`furlong template list`)",
         )
     elif problem := syntax_problem(tokenizer):
         assert context.model_dir is not None  # it has the tokenizer

@@ -22,7 +22,7 @@ from furlong.errors import CheckpointError, ConfigError
 from furlong.files.checkpoint_folder import DIST_INDEX, find_foreign_weights
 from furlong.models.hf_folder import (
     TOKENIZER_FILES,
-    check_folder,
+    folder_problem,
     quantization_seen,
     template_file,
 )
@@ -77,11 +77,9 @@ def _models(context: PreflightContext) -> list[_Weights]:
 def weights(context: PreflightContext) -> Iterator[Diagnosis]:
     """CKPT04: shards and layers of every model that the run loads, by headers; QNT rows: quantized weights."""
     for each in _models(context):
-        try:
-            check_folder(each.folder, weights=True)
-        except ConfigError as error:
+        if problem := folder_problem(each.folder, weights=True):
             if each.flag != "--hf-checkpoint":  # else reported by model.model_folder
-                finding, _, remedy = str(error).partition(". ")
+                finding, remedy = problem
                 evidence = {"folder": str(each.folder)}
                 yield diagnosis("CKPT07", f"{each.flag}: {finding}", remedy=remedy, evidence=evidence)
             continue

@@ -247,7 +247,7 @@ def write(
         end_file()
         failed = next((error for future in pending if (error := future.exception()) is not None), None)
     if problem := ranks.first("" if failed is None else f"cannot write into {folder}: {failed}"):
-        raise CheckpointError(f"{problem}; free disk space, or use another folder") from failed
+        raise CheckpointError(f"{problem}; free space or raise `ulimit -f`, or use another folder") from failed
     return written
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from furlong.errors import ConfigError
+from furlong.training.megatron.parallel_layout import NOT_INSTALLED
 
 OLDEST, NEWEST = (0, 16), (0, 19)  # tested minor versions
 
@@ -81,9 +82,7 @@ def _check_version() -> None:
     try:
         installed = version("megatron-core")
     except PackageNotFoundError as error:
-        raise ConfigError(
-            "--train-backend megatron needs megatron-core: pip install 'furlong-rl[megatron]'; or --train-backend fsdp"
-        ) from error
+        raise ConfigError(NOT_INSTALLED) from error
     minor = tuple(int(part) for part in installed.split(".")[:2])
     if not OLDEST <= minor <= NEWEST:
         low, high = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))

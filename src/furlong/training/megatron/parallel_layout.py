@@ -10,6 +10,10 @@ from furlong.config.sections import MegatronFlags, TrainFlags
 from furlong.errors import ConfigError
 from furlong.training.megatron.family import USE_FSDP, Family, family_of
 
+NOT_INSTALLED = (
+    "--train-backend megatron needs megatron-core, which is not installed; pip install 'furlong-rl[megatron]', or use "
+    "--train-backend fsdp"
+)
 ROTARY = ("default", "linear", "llama3", "yarn")
 REQUIRED = {"hidden_act": "silu", "mlp_bias": False}  # values that config.json must have where it has the field
 
