@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import time
 import pytest
 
 from browser import find_chromium, open_browser
-from recorded_runs import HOSTILE, write_run, write_sft_run
+from recorded_runs import HOSTILE, START, write_run, write_sft_run
 
 CHROMIUM = find_chromium()
 pytestmark = [
@@ -112,6 +113,11 @@ def test_runs_are_found_sorted_and_chosen(browser, url):
     browser.evaluate("[...document.querySelectorAll('button')].find((button) => button.innerText === 'Clear').click()")
     assert browser.evaluate("document.querySelectorAll('main input:checked').length") == 0
     check_no_damage(browser)
+    show(browser, "runs?run=first", f"{names}.length === 3")
+    browser.evaluate("[...document.querySelectorAll('main input:checked')].at(-1).click()")
+    show(browser, "overview?run=first&runs=first", "document.querySelectorAll('.chip').length === 1")
+    browser.evaluate("history.back()")
+    browser.wait_for("document.querySelectorAll('main input:checked').length === 2")
 
 
 def test_the_address_has_the_run_the_view_the_filters_and_the_sample(browser, url):
@@ -129,6 +135,19 @@ def test_the_address_has_the_run_the_view_the_filters_and_the_sample(browser, ur
     assert browser.evaluate("document.querySelector('.chip[aria-pressed=true]').innerText").startswith("second")
     show(browser, "overview?run=second&x=tokens&log=1", "document.querySelectorAll('.chart canvas').length > 3")
     assert browser.evaluate("document.querySelectorAll('.filters select')[1].value") == "tokens"
+    show(
+        browser,
+        "overview?run=second&x=hours&log=1",
+        "!!document.querySelector('[aria-label$=\"by seconds of steps\"]')",
+    )
+    show(browser, "overview?run=none", "document.querySelector('main').innerText.includes('No run is named none')")
+    check_no_damage(browser)
+    show(browser, "samples?run=second&text=answer", "location.hash.includes('file=')")
+    browser.evaluate(
+        "(search => { search.value = 'nothing'; search.dispatchEvent(new Event('change')) })"
+        "(document.querySelector('main input[type=search]'))"
+    )
+    browser.wait_for("location.hash.includes('text=nothing') && !location.hash.includes('file=')")
 
 
 def test_charts_are_saved_as_files(browser, url, tmp_path):
@@ -151,7 +170,8 @@ def test_curves_of_both_runs_are_drawn(browser, url):
     show(browser, "overview", "document.querySelectorAll('.chart canvas').length > 3")
     values = browser.evaluate("[...document.querySelectorAll('.chart')][0].querySelector('.value').innerText")
     assert values.split() == ["first", "0.8", "second", "0.6", "demonstrations", "–"]
-    assert "REW02" in browser.evaluate("document.querySelector('.diagnosis').innerText")
+    browser.wait_for("document.querySelector('.diagnosis')?.innerText.includes('REW02')")
+    assert browser.evaluate("document.querySelector('.diagnosis p:nth-of-type(2) code').textContent") == "a"
 
 
 def test_texts_of_a_run_are_shown_and_not_run(browser, url):
@@ -211,6 +231,9 @@ def test_new_steps_appear_without_a_reload(browser, url, runs):
     with (runs[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "rollout/raw_reward": 0.99}\n')
     browser.wait_for("document.querySelector('.chart .value').innerText.includes('0.99')")
+    with (runs[0] / "events.jsonl").open("a") as file:
+        file.write('{"event": "failed", "error": "DataError", "message": "row 0 has no `label`"}\n')
+    browser.wait_for("document.querySelector('.diagnosis.error')?.innerText.includes('row 0 has no `label`')")
     assert browser.errors == []
 
 
@@ -226,3 +249,11 @@ def test_an_exported_page_needs_no_server(browser, runs, tmp_path, monkeypatch):
         show(browser, view, "document.querySelector('main').innerText.length > 20")
         check_no_damage(browser)
     show(browser, "samples?text=answer", "document.querySelectorAll('.detail .token').length === 5")
+    many = [write_run(tmp_path / f"run{i}", num_steps=1, saves_samples=False) for i in range(9)]
+    with (many[-1] / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": START + 60, "event": "start"}) + "\n")
+    write_page(open_runs(many), tmp_path / "many.html")
+    browser.go(f"file://{tmp_path}/many.html#runs", READY)
+    browser.wait_for("document.querySelector('main tbody th')?.innerText === 'run8'")
+    assert browser.evaluate("[...document.querySelectorAll('.chip')].length") == 8
+    assert browser.evaluate("document.querySelector('.chip').innerText").startswith("run8")

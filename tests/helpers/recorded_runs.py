@@ -56,11 +56,12 @@ def write_run(
             if step:
                 row |= {"rollout/raw_reward": step / 5, "train/loss": None, "perf/step_time": 1.0}
                 row |= {"perf/train_wait_time": 0.5, "perf/train_time": 0.4}
+                row |= {"perf/host_memory_frac": 0.1 + step / 100}
             file.write(json.dumps(row) + "\n")
     events: list[dict[str, Any]] = [{"event": "start", "version": "0.1.0"}]
     events += [{"event": "step", "step": step} for step in range(num_steps + 1)]
     events += [{"event": "diagnosis", "id": "REW02", "severity": "warning", "finding": HOSTILE, "cause": "c",
-                "remedy": "r", "evidence": {}, "step": step} for step in (1, 2)]  # fmt: skip
+                "remedy": "set `a`", "evidence": {}, "step": step} for step in (1, 2)]  # fmt: skip
     events += [{"event": ended}] if ended else []
     with (folder / "events.jsonl").open("w") as file:
         for number, event in enumerate(events):

@@ -108,7 +108,7 @@ class PageApp:
             Route("/api/changes", self._changes),
             Route("/api/{kind}/{number:int}", self._answer),
         ]
-        handlers: Any = {DataError: _explain, ConfigError: _explain}
+        handlers: Any = dict.fromkeys((DataError, ConfigError, FileNotFoundError), _explain)
         self.app: ASGIApp = RequireToken(Starlette(routes=routes, exception_handlers=handlers), token, cookie)
 
     def start(self) -> None:

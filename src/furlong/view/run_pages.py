@@ -15,7 +15,7 @@ from furlong.data.audit import Audit, audit, living_events
 from furlong.errors import DataError
 from furlong.tracking.run_files import CONFIG
 from furlong.view.run_reader import RunReader
-from furlong.view.sample_index import SampleIndex
+from furlong.view.sample_index import SampleIndex, not_kept
 from furlong.view.sample_page import SamplePages
 from furlong.view.timeline import timeline
 
@@ -159,7 +159,9 @@ class RunPages:
     def _sample(self, parameters: Parameters) -> Any:
         file = self.samples.file_named(parameters.get("file", ""))
         if file is None:
-            raise DataError(f"no dump {parameters.get('file')!r} in {self.run.folder}; reload the page")
+            name = parameters.get("file", "")
+            reason = not_kept(name, self.run.flags)
+            raise DataError(reason or f"no dump {name!r} in {self.run.folder}; reload the page")
         return self._single.sample(file, _whole(parameters, "pos", 0))
 
     def _group_page(self, parameters: Parameters) -> Any:

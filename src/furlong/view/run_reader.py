@@ -117,7 +117,9 @@ class RunReader:
         return {name: value for flags in self.sections.values() for name, value in flags.items()}
 
     def state(self) -> str:
-        """Return running, finished, failed, stopped, or killed: started, without an end or a process."""
+        """Return running, finished, failed, stopped, killed (no end and no process), or deleted (no folder)."""
+        if not os.path.isdir(self.folder):
+            return "deleted"
         for event in reversed(self.events):
             if event["event"] in ENDS:
                 return ENDS[event["event"]]

@@ -84,6 +84,16 @@ def dump_path(folder: Path, flags: Mapping[str, Any]) -> Path | None:
     return folder / SAMPLES if flags.get("keep_samples") else None
 
 
+def not_kept(name: str, flags: Mapping[str, Any]) -> str | None:
+    """Return why a run that keeps only its newest samples has no dump of this name; None for other runs and names."""
+    match = re.fullmatch(rf"({EVALUATION})?(\d+)\.safetensors", name)
+    if match is None or flags.get("save_debug_rollout_data") or not flags.get("keep_samples"):
+        return None
+    step = SampleFile(Path(name), int(match[2]), match[1] is not None).step
+    kind = "the evaluation of step" if match[1] else "step"
+    return f"the samples of {kind} {step} are not kept (--keep-samples {flags['keep_samples']}); choose another step"
+
+
 def batch_file(folder: Path, flags: Mapping[str, Any], rollout_id: int) -> Path | None:
     """Return the training batch of a rollout (--save-debug-train-data), None if it was not saved."""
     template = flags.get("save_debug_train_data")

@@ -136,6 +136,7 @@ RULES = [
     ("--save-debug-train-data x.safetensors", "--save-debug-train-data x.safetensors"),
     ("--save-debug-rollout-data d/{rollout_id}_{x}", "--save-debug-rollout-data d/{rollout_id}_{x}"),
     ("--save-debug-rollout-data d/{rollout_id:05d}", "--save-debug-rollout-data d/{rollout_id:05d}"),
+    ("--dump-details d/{rollout_id}", "--dump-details d/{rollout_id}"),
     ("--save x --save-hf d/{rollout_id}{", "--save-hf d/{rollout_id}{"),
     ("--actor-num-gpus-per-node 2 --rollout-num-gpus 1 "
      "--save-debug-train-data d/{rollout_id}",

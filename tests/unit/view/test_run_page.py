@@ -1,12 +1,13 @@
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
 from furlong.core.sample import Group
-from furlong.errors import ConfigError
+from furlong.errors import ConfigError, DataError
 from furlong.files.sample_file import save_samples
 from furlong.quickstart.quickstart import model_folder
 from furlong.view.page_app import FILES, STATIC, PageApp
@@ -122,7 +123,12 @@ def test_the_state_of_a_run_is_that_of_its_last_event(tmp_path, ended, state):
     more = {"failed": {"error": "E", "message": "m"}, "stopped": {"message": "by Ctrl-C"}}.get(ended, {})
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": ended, **more}) + "\n" if ended else "")
-    assert RunReader(folder).state() == state
+    run = RunReader(folder)
+    assert run.state() == state
+    shutil.rmtree(folder)
+    assert run.state() == "deleted"
+    client = TestClient(PageApp([run], "secret").app, cookies={"furlong_view": "secret"})
+    assert "config.json" in client.get("/api/config/0").json()["error"]
 
 
 def test_a_model_from_the_hub_is_shown_by_its_id(tmp_path):
@@ -180,6 +186,13 @@ def test_new_changed_and_deleted_dumps_change_the_index(run):
     facts = pages.samples.facts()
     assert facts["num_samples"] == 9
     assert "1.safetensors" in facts["problems"][0]
+
+
+@pytest.mark.parametrize(("file", "where"), [("9", "step 10"), ("eval_9", "the evaluation of step 9")])
+def test_a_link_to_a_sample_that_was_removed_names_its_step(tmp_path, file, where):
+    pages = RunPages(RunReader(write_run(tmp_path / "run", saves_samples=False, keep_samples=3)))
+    with pytest.raises(DataError, match=rf"{where} are not kept \(--keep-samples 3\)"):
+        pages.answer("sample", {"file": f"{file}.safetensors"})
 
 
 def test_a_moved_run_shows_its_samples(run, tmp_path):

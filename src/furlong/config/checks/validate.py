@@ -274,6 +274,10 @@ def _debugging(config: Config) -> Problems:
             f"--save-debug-rollout-data {debug.save_debug_rollout_data} has no effect with --loss-type sft_loss, which "
             "does not generate; use --save-debug-train-data or remove it"
         )
+    if "{rollout_id}" in (debug.dump_details or ""):
+        yield (
+            f"--dump-details {debug.dump_details} is a folder that gets a file for each rollout; remove {{rollout_id}}"
+        )
     templates = {name: getattr(debug, f"{name}_data") for name in ("save_debug_rollout", "load_debug_rollout")}
     templates |= {"save_debug_train": debug.save_debug_train_data, "save_hf": config.checkpoint.save_hf}
     for name, template in templates.items():

@@ -1,5 +1,5 @@
 // The frame of the page: runs, tabs, keyboard, theme, the address, and the stream of changes.
-import { h, fill, problem, swatch } from "./elements.js";
+import { h, fill, problem, note, swatch } from "./elements.js";
 import { get, follow, isExport, exported } from "./source.js";
 import { showOverview } from "./overview.js";
 import { showRuns } from "./runs.js";
@@ -24,11 +24,11 @@ const HELP = [
   ["Esc", "close"], ["t", "light or dark"], ["?", "this list"],
 ];
 // `run` and `shown` are numbers of runs: the one that most views show, and those in the charts. `params` are of the view.
-const state = { runs: [], run: 0, shown: [], view: "overview", params: {}, refresh: null, keys: null, isLost: false };
+const state = { runs: [], run: 0, shown: [], view: "overview", params: {}, unknown: [], refresh: null, keys: null, isLost: false };
 
 function stateMark(run) {
   const step = run.num_rollout ? `step ${run.last_step} of ${run.num_rollout}` : `step ${run.last_step}`;
-  return h("span", { class: `state ${run.state}` }, `${run.state}, ${step}`);
+  return h("span", { class: `state ${run.state}` }, run.state === "deleted" ? "deleted" : `${run.state}, ${step}`);
 }
 
 function drawHead() {
@@ -56,13 +56,19 @@ function drawTabs() {
   if (current) tabs.scrollLeft = current.offsetLeft - (tabs.clientWidth - current.offsetWidth) / 2;  // on a phone, they scroll
 }
 
+/** The runs in the charts if the address names none: all, or of many the newest. */
+function defaultShown() {
+  const all = state.runs.map((_, i) => i);
+  if (all.length > MOST_SHOWN) all.sort((i, k) => (state.runs[k].started ?? 0) - (state.runs[i].started ?? 0));
+  return all.slice(0, MOST_SHOWN);
+}
+
 /** The address of a view: of the same runs, unless `more` has others. */
 function address(view, params = {}, more = {}) {
   const { run, shown } = { run: state.run, shown: state.shown, ...more };
   const words = new URLSearchParams();
   if (state.runs.length > 1) words.append("run", state.runs[run].name);
-  const isDefault = shown.every((i, slot) => i === slot) && shown.length === Math.min(state.runs.length, MOST_SHOWN);
-  if (!isDefault) for (const i of shown) words.append("runs", state.runs[i].name);
+  if (shown.join() !== defaultShown().join()) for (const i of shown) words.append("runs", state.runs[i].name);
   for (const [name, value] of Object.entries(params)) {
     if (value !== "" && value !== null && value !== undefined) words.append(name, value);
   }
@@ -78,9 +84,10 @@ function readHash() {
   const words = new URLSearchParams(query || "");
   const numbers = new Map(state.runs.map((run, i) => [run.name, i]));
   const named = words.getAll("runs").map((name) => numbers.get(name)).filter((i) => i !== undefined);
-  state.shown = named.length ? named.slice(0, MOST_SHOWN) : state.runs.map((_, i) => i).slice(0, MOST_SHOWN);
+  state.shown = named.length ? named.slice(0, MOST_SHOWN) : defaultShown();
   state.run = numbers.get(words.get("run")) ?? (state.shown.includes(state.run) ? state.run : state.shown[0]);
   if (!state.shown.includes(state.run)) state.shown = [state.run, ...state.shown].slice(0, MOST_SHOWN);
+  state.unknown = [...new Set([...words.getAll("run"), ...words.getAll("runs")])].filter((name) => !numbers.has(name));
   words.delete("run");
   words.delete("runs");
   state.params = Object.fromEntries(words);
@@ -92,9 +99,10 @@ function readHash() {
 
 async function draw() {
   const place = h("div");  // a new one: a view that is still loading cannot overwrite the next one
-  fill(document.getElementById("view"), place);
+  const { name } = state.runs[state.run];
+  fill(document.getElementById("view"), state.unknown.length ? note(`No run is named ${state.unknown.join(", ")}. This is ${name}.`) : null, place);
   const [key, title, show] = VIEWS.find(([name]) => name === state.view);
-  document.title = `${title} · ${state.runs[state.run].name} · furlong`;
+  document.title = `${title} · ${name} · furlong`;
   state.refresh = state.keys = null;
   const turn = (state.turn = (state.turn || 0) + 1);
   const view = {

@@ -42,7 +42,9 @@ function yRange(plot, low, high) {
 
 function logRange(plot, low, high) {
   if (!(low > 0)) return [0.1, 1];
-  return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
+  const margin = low === high ? 2 : 1.15;
+  const [start] = window.uPlot.rangeLog(low === high ? low / margin : low, high * margin, 10, false);
+  return [start, high * margin];  // from a start with more than one digit, uPlot may fail to make ticks
 }
 
 /** The last measured value. */
@@ -63,7 +65,7 @@ export class Chart {
           h("button", { title: "Save the values as CSV", onclick: () => this.saveCsv() }, "CSV"),
           h("button", { title: "Save the chart as a picture", onclick: () => this.savePicture() }, "PNG"))),
       h("div", { class: "value" }, this.at, lines.map((line, i) => h("span", { class: "entry", title: line.label },
-        swatch(line.slot), lines.length > 1 && lines.length < 4 ? `${line.label} ` : "", this.values[i]))),
+        swatch(line.slot), lines.length > 1 ? [h("span", { class: "name" }, line.label), " "] : null, this.values[i]))),
       this.plotPlace);
     this.plot = null;
     this.observer = new ResizeObserver(() => this.resize());
@@ -96,7 +98,7 @@ export class Chart {
       hooks: { setCursor: [(plot) => this.showAt(plot)] },
       scales: { x: { time: false }, y: this.axes.isLog ? { distr: 3, range: logRange } : { range: yRange } },
       axes: [
-        { ...axis, size: 22, gap: 2, label: this.axes.x, incrs: this.axes.x === "step" ? WHOLE : null },
+        { ...axis, size: 26, gap: 6, label: this.axes.x, incrs: this.axes.x === "step" ? WHOLE : null },
         { ...axis, size: 50, label: this.about.unit || null, values: (_, ticks) => ticks.map((v) => (v === null ? "" : num(v))) },
       ],
       series: [{}, ...this.lines.map((line) => ({

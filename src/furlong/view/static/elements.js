@@ -35,6 +35,11 @@ export function shown(value) {
   return typeof value === "string" ? value || "\"\"" : JSON.stringify(value);
 }
 
+/** Text in which words between backticks are code. */
+export function prose(text) {
+  return text.split(/`([^`\n]+)`/).map((part, i) => (i % 2 ? h("code", null, part) : part));
+}
+
 /** A labelled input or select. */
 export function field(label, input) {
   return h("label", { class: "field" }, h("span", null, label), input);

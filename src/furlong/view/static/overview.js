@@ -1,5 +1,5 @@
 // What the monitors reported, curves of the shown runs, their last values, and the events of the chosen one.
-import { h, fill, num, choice, field, note, columns, swatch, download, csv } from "./elements.js";
+import { h, fill, num, prose, choice, field, note, columns, swatch, download, csv } from "./elements.js";
 import { get } from "./source.js";
 import { Chart, joined, last, smoothed } from "./charts.js";
 
@@ -11,6 +11,8 @@ const CHARTS = [
   ["rollout/truncated_ratio", "Truncated", "Fraction of responses cut off by the length limit", "fraction"],
   ["rollout/zero_std_frac", "Groups without signal", "Fraction of groups whose samples all have the same reward", "fraction"],
   ["train/entropy_loss", "Entropy", "Entropy of the model's distribution", "nats per token"],
+  ["train/critic-explained_variance", "Explained variance", "Fraction of the variance of returns that the critic predicts: 1 is perfect, 0 as good as a constant", "fraction"],
+  ["train/critic-value_loss", "Value loss", "Loss of the critic: how far its values are from the returns", ""],
   ["train/ppo_kl", "KL in the rollout", "Mean of -log rho: how far the policy moved within the rollout", "nats per token"],
   ["train/kl_loss", "KL to the reference", "Estimate of the KL divergence to the reference model", "nats per token"],
   ["train/train_rollout_logprob_abs_diff", "Engine mismatch", "Mean absolute difference between the log-probs of trainer and engine", "nats per token"],
@@ -30,7 +32,8 @@ const PHASES = [
   ["perf/update_weights_time", "weight update"], ["perf/eval_time", "evaluation"],
 ];
 const LENGTH = "rollout/response_len/mean", STEP_TIME = "perf/step_time";
-const X = { step: "step", tokens: "response tokens", hours: "hours of steps" };
+const X = { step: "step", tokens: "response tokens", hours: "time of steps" };
+const UNITS = [[3600, "hours of steps"], [60, "minutes of steps"], [1, "seconds of steps"]];
 
 function chosenCharts(runs, extra) {
   const known = new Set(runs.flatMap((run) => run.metrics));
@@ -49,11 +52,17 @@ function appended(old, more) {
   return { steps: old.steps.concat(more.steps), columns: Object.fromEntries(merged) };
 }
 
-/** The place of each step of a run on the x-axis: its number, or the sum of tokens or hours until then. */
-function placesOf(part, run, kind) {
+/** The unit of time, [seconds, title], of which the longest of the runs lasts at least ten. */
+function timeUnit(parts) {
+  const longest = Math.max(...parts.map((part) => (part.columns[STEP_TIME] || []).reduce((sum, seconds) => sum + (seconds || 0), 0)));
+  return UNITS.find(([seconds]) => longest >= 10 * seconds) || UNITS.at(-1);
+}
+
+/** The place of each step of a run on the x-axis: its number, or the sum of tokens or units of time until then. */
+function placesOf(part, run, kind, unit) {
   if (kind === "step") return part.steps;
   const per = part.columns[kind === "tokens" ? LENGTH : STEP_TIME] || [];
-  const factor = kind === "tokens" ? run.samples_per_step : 1 / 3600;
+  const factor = kind === "tokens" ? run.samples_per_step : 1 / unit[0];
   let sum = 0;
   return part.steps.map((_, i) => (sum += (per[i] || 0) * factor));
 }
@@ -65,12 +74,13 @@ class Curves {
     this.charts = [];
     this.names = "";
     this.parts = [];
+    this.unit = UNITS[0];
   }
 
   build(runs) {
     for (const chart of this.charts) chart.close();
     const lines = this.shown.map((i, slot) => ({ label: runs[i].name, slot }));
-    const axes = { x: X[this.options.x], isLog: Boolean(this.options.log) };
+    const axes = { x: this.options.x === "hours" ? this.unit[1] : X[this.options.x], isLog: Boolean(this.options.log) };
     this.charts = chosenCharts(this.shown.map((i) => runs[i]), this.options.metric).map((about) => new Chart(about, lines, axes));
     fill(this.place, this.charts.length ? this.charts.map((chart) => chart.element)
       : note("No step has been recorded yet. The first curve appears after the first step."));
@@ -86,12 +96,16 @@ class Curves {
       return runs[i].last_step === newest ? this.parts[slot] : appended(this.parts[slot], await get(`metrics/${i}`, { names: wanted, after: newest }));
     }));
     this.names = names.join();
-    if (isNew) this.build(runs);
+    const unit = timeUnit(this.parts);
+    if (isNew || unit !== this.unit) {
+      this.unit = unit;
+      this.build(runs);
+    }
     this.draw(runs);
   }
 
   draw(runs) {
-    const places = this.shown.map((i, slot) => placesOf(this.parts[slot], runs[i], this.options.x));
+    const places = this.shown.map((i, slot) => placesOf(this.parts[slot], runs[i], this.options.x, this.unit));
     for (const chart of this.charts) {
       chart.set(joined(this.parts.map((part, slot) => {
         const values = part.columns[chart.about.name];
@@ -115,6 +129,7 @@ class Curves {
 }
 
 function phases(part) {
+  const count = Math.min(20, part.steps.filter((step) => step > 0).length);
   const sums = PHASES.map(([name, title], i) => {
     const values = (part.columns[name] || []).slice(-20).filter((value) => value !== null);
     return [title, values.length ? values.reduce((a, b) => a + b, 0) / values.length : 0, i];
@@ -127,7 +142,7 @@ function phases(part) {
     piece.style.flexGrow = seconds / total;
     bar.append(piece);
   }
-  return h("section", null, h("h2", null, "A step, on average over the last 20"), bar,
+  return h("section", null, h("h2", null, count === 1 ? "The first step" : `A step, on average over the last ${count}`), bar,
     h("ul", { class: "legend" }, sums.map(([title, seconds, i]) => h("li", null, h("i", { class: `f${i}` }), `${title} ${num(seconds)} s`))));
 }
 
@@ -135,7 +150,7 @@ function diagnosisCard(d) {
   const steps = d.steps.length ? `, step ${d.steps.slice(0, 5).join(", ")}${d.count > 5 ? " …" : ""}` : "";
   return h("details", { class: `diagnosis ${d.severity}`, open: d.severity === "error" },
     h("summary", null, h("b", null, d.id), ` ${d.severity}`, h("span", { class: "muted" }, ` ${d.count}×${steps}`), h("br"), d.finding),
-    h("p", null, h("b", null, "Likely cause: "), d.cause), d.remedy ? h("p", null, h("b", null, "Fix: "), d.remedy) : null,
+    h("p", null, h("b", null, "Likely cause: "), prose(d.cause)), d.remedy ? h("p", null, h("b", null, "Fix: "), prose(d.remedy)) : null,
     d.title ? h("p", { class: "muted" }, `${d.title}. Checked: ${d.checked}`) : null);
 }
 
@@ -144,6 +159,13 @@ function eventLine(event) {
   const when = time ? new Date(time * 1000).toISOString().slice(0, 19).replace("T", " ") : "";
   const text = Object.entries(facts).filter(([, v]) => v !== null).map(([k, v]) => `${k} ${typeof v === "string" ? v : JSON.stringify(v)}`).join(", ");
   return h("tr", null, h("td", { class: "nowrap" }, when), h("td", null, name), h("td", { class: "wrap" }, text));
+}
+
+/** Why a run failed or was stopped; null if it did not. */
+function endCard(run, events) {
+  const end = events.findLast((event) => event.event === run.state && event.message);
+  if (!end) return null;
+  return h("div", { class: `diagnosis text ${run.state === "failed" ? "error" : "warning"}` }, h("b", null, `${run.state}: `), end.error ? `${end.error}: ` : "", end.message);
 }
 
 /** The diagnoses of the chosen run, the worst first, and how many the others have. */
@@ -179,7 +201,7 @@ export async function showOverview(place, view) {
     const found = new Map();
     await Promise.all([curves.load(now), ...view.shown.map(async (i) => found.set(i, await get(`findings/${i}`)))]);
     const opened = new Set([...diagnoses.querySelectorAll("details[open] summary b")].map((b) => b.textContent));
-    fill(diagnoses, diagnosesOf(view, now, found));
+    fill(diagnoses, endCard(now[view.number], found.get(view.number).events), diagnosesOf(view, now, found));
     for (const card of diagnoses.querySelectorAll("details.diagnosis")) {
       if (opened.has(card.querySelector("b").textContent)) card.open = true;
     }

@@ -18,17 +18,24 @@ export async function showRuns(place, view) {
     Algorithm: (run) => run.algorithm || "", Model: (run) => run.model, Started: (run) => run.started ?? 0,
   };
   const clear = h("button", { onclick: () => { chosen.clear(); draw(view.runs); } }, "Clear");
-  const order = { title: "", sign: 1 };
+  const order = { title: "Started", sign: -1 };
   const search = h("input", { type: "search", placeholder: "all", oninput: () => draw(view.runs) });
+  function picked() {
+    return { shown: [...chosen], run: chosen.has(view.number) ? view.number : [...chosen][0] ?? view.number };
+  }
   function drawLink() {
     compare.hidden = clear.disabled = chosen.size === 0;
     compare.textContent = `Compare ${chosen.size} of at most ${MOST}`;
-    compare.href = view.link("overview", {}, { shown: [...chosen], run: chosen.has(view.number) ? view.number : [...chosen][0] ?? view.number });
+    compare.href = view.link("overview", {}, picked());
   }
   function row(run, i) {
     const box = h("input", {
       type: "checkbox", checked: chosen.has(i), "aria-label": `Show ${run.name} in the charts`, disabled: !chosen.has(i) && chosen.size >= MOST,
-      onchange: () => { if (box.checked) chosen.add(i); else chosen.delete(i); draw(view.runs); },
+      onchange: () => {
+        if (box.checked) chosen.add(i); else chosen.delete(i);
+        if (chosen.size) history.replaceState(null, "", view.link("runs", {}, picked()));
+        draw(view.runs);
+      },
     });
     return h("tr", null, h("td", null, box),
       h("th", { scope: "row", title: run.folder }, h("a", { href: view.link("overview", {}, { run: i, shown: [i] }) }, run.name)),

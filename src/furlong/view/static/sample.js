@@ -93,7 +93,7 @@ function drawTokens(place, sample, facts, line) {
 }
 
 function tokenSection(sample) {
-  const facts = tokenFacts(sample), place = h("div"), line = h("p", { class: "muted tokenline" }, "Hover over a token for its values.");
+  const facts = tokenFacts(sample), place = h("div"), line = h("p", { class: "muted tokenline" }, "Hover over or tap a token for its values.");
   if (!facts[chosen]) chosen = Object.keys(facts)[0] || "engine";
   const options = Object.entries(facts).map(([key, [label]]) => [key, label]);
   const draw = () => drawTokens(place, sample, facts, line);

@@ -94,7 +94,8 @@ class Lanes {
       pen.fillStyle = style.getPropertyValue("--line");
       pen.fillRect(this.x(t), TOP - 8, 1, height);
       pen.fillStyle = style.getPropertyValue("--muted");
-      pen.fillText(`${Number(t.toPrecision(6))} s`, this.x(t) + 3, 12);
+      const text = `${Number(t.toPrecision(6))} s`;
+      pen.fillText(text, Math.min(this.x(t) + 3, this.canvas.clientWidth - pen.measureText(text).width - 2), 12);
     }
   }
 
@@ -128,7 +129,7 @@ class Lanes {
 
 export async function showTimeline(place, view) {
   const { number } = view;
-  const top = h("div"), body = h("div"), line = h("p", { class: "muted tokenline" }, "Hover over a box for details; Shift+scroll zooms.");
+  const top = h("div"), body = h("div"), line = h("p", { class: "muted tokenline" }, "Hover over or tap a box for details.");
   async function draw(first, last) {
     const data = await get(`timeline/${number}`, { first, last });
     if (first !== "") view.save({ first, last });
@@ -145,7 +146,7 @@ export async function showTimeline(place, view) {
       typed("Steps from", data.range[0], (value) => go(value, data.range[1])), typed("to", data.range[1], (value) => go(data.range[0], value)),
       h("button", { onclick: () => go(data.range[0] - size, data.range[0] - 1), disabled: data.range[0] <= low }, "Earlier"),
       h("button", { onclick: () => go(data.range[1] + 1, data.range[1] + size), disabled: data.range[1] >= high }, "Later"),
-      h("button", { onclick: () => lanes.zoom(0.7), title: "+" }, "Zoom in"), h("button", { onclick: () => lanes.zoom(1.4), title: "-" }, "Zoom out")));
+      h("button", { onclick: () => lanes.zoom(0.7), title: "+, or Shift+scroll" }, "Zoom in"), h("button", { onclick: () => lanes.zoom(1.4), title: "-, or Shift+scroll" }, "Zoom out")));
     fill(body, lanes.canvas, line,
       data.num_cut ? note(`${data.num_cut} shorter spans are not shown; choose fewer steps.`) : null,
       data.traced ? null : note("These boxes are from the metrics and events. With ", h("code", null, "--trace"), " the page also shows the work of every process, thread and request."));
