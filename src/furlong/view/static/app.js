@@ -101,7 +101,7 @@ async function draw() {
   const place = h("div");  // a new one: a view that is still loading cannot overwrite the next one
   const { name } = state.runs[state.run];
   fill(document.getElementById("view"), state.unknown.length ? note(`No run is named ${state.unknown.join(", ")}. This is ${name}.`) : null, place);
-  const [key, title, show] = VIEWS.find(([name]) => name === state.view);
+  const [key, title, show] = VIEWS.find((each) => each[0] === state.view);
   document.title = `${title} · ${name} · furlong`;
   state.refresh = state.keys = null;
   const turn = (state.turn = (state.turn || 0) + 1);
@@ -178,6 +178,7 @@ async function begin() {
   readHash();
   addEventListener("hashchange", readHash);
   addEventListener("keydown", onKey);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   let isFirst = true;
   follow(() => {
     if (!isFirst) onChange().catch((error) => console.warn(error));

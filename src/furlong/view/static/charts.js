@@ -47,6 +47,12 @@ function logRange(plot, low, high) {
   return [start, high * margin];  // from a start with more than one digit, uPlot may fail to make ticks
 }
 
+/** Of the ticks of a logarithmic axis over more than three decades, the powers of ten. */
+function decades(ticks) {
+  if (!(ticks.at(-1) > 1000 * ticks[0])) return ticks;
+  return ticks.map((v) => (Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-6 ? v : null));
+}
+
 /** The last measured value. */
 export function last(line) {
   return line.findLast((value) => value !== null && value !== undefined);
@@ -99,7 +105,9 @@ export class Chart {
       scales: { x: { time: false }, y: this.axes.isLog ? { distr: 3, range: logRange } : { range: yRange } },
       axes: [
         { ...axis, size: 26, gap: 6, label: this.axes.x, incrs: this.axes.x === "step" ? WHOLE : null },
-        { ...axis, size: 50, label: this.about.unit || null, values: (_, ticks) => ticks.map((v) => (v === null ? "" : num(v))) },
+        { ...axis, size: 50, label: this.about.unit || null,
+          grid: this.axes.isLog ? { ...axis.grid, filter: (_, ticks) => decades(ticks) } : axis.grid,
+          values: (_, ticks) => ticks.map((v) => (v === null ? "" : num(v))) },
       ],
       series: [{}, ...this.lines.map((line) => ({
         label: line.label, stroke: color(`--c${line.slot}`), width: 1.8, spanGaps: true, dash: DASHES[line.slot],
