@@ -44,7 +44,7 @@ MISTAKES = [
     ("--mask-truncated-completions", "use --mask-truncated"),
     ("--importance-sampling-level sequence", "use --advantage-estimator gspo"),
     ("--log-completions", "use --debug-rollout-print-every"),
-    ("--generation-kwargs {}", "use --rollout-stop"),
+    ("--generation-kwargs {}", "use flags such as --rollout-stop"),
     ("--sync-ref-model", "use --ref-update-interval"),
     ("--repetition-penalty 1.1", "penalize repetition in the reward"),
     ("--vllm-mode colocate", "use --engine"),
