@@ -202,7 +202,7 @@ def delete_tree(root: str) -> None:
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Supervise the command of `spec`, with a TMPDIR of its own if it names a place for one."""
+    """Supervise the command of `spec`, with a new TMPDIR if it names a place for one."""
     if not spec["temporary"]:
         _supervise(spec)
         return
